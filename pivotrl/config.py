@@ -1,0 +1,181 @@
+"""Typed schema of the whole configuration. `conf/` fills it; `pivotrl.configuration` composes and validates it.
+
+Numbers carry their unit in the name. `None` means "off" or "derive", as each comment says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Trajectories:
+    path: str | None = None  # file, folder or glob; None: the expert of `environment.name` makes them
+    format: str = "auto"  # a reader's name, or "auto"
+    tasks: int = 240  # expert runs to make when `path` is None
+    runs_per_task: int = 1
+    warmup_fraction: float = 0.2  # of the tasks; SFT that gives pi_0 format ability
+    validation_fraction: float = 0.1  # of the tasks; held out from warm-up and training
+    min_reward: float | None = None  # drop trajectories whose recorded reward is lower (needs meta.reward)
+
+
+@dataclass
+class Model:
+    name: str = "smollm2_135m"
+    path: str = "builtin:smollm2-135m"  # Hugging Face folder, or builtin:NAME for one that a package ships
+    chat_template: str | None = None  # None: the model's own; "hermes": the declared template with tools
+    context_length: int = 2048  # tokens, prompt and completion together
+
+
+@dataclass
+class VerifierConfig:
+    name: str = "tool_calls"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Domain:
+    name: str = "conversational_tool_use"
+    verifier: VerifierConfig = field(default_factory=VerifierConfig)
+    action_format: str = "hermes"  # how completions write tool calls
+
+
+@dataclass
+class Environment:
+    name: str | None = None  # None: no environment; evaluation is then on held-out turns
+    max_turns: int = 12  # assistant turns of an episode
+
+
+@dataclass
+class Parallel:
+    """Sizes of the megatron-core groups; data parallel is what remains of the world size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence: bool = False  # sequence parallel; required by megatron-core for MoE with tensor > 1
+
+
+@dataclass
+class Precision:
+    policy: str = "bf16"  # "fp32" | "bf16": compute and parameter dtype; main weights and Adam are always float32
+    engine: str = "bf16"
+    fp8: str | None = None  # Transformer Engine recipe; GPU only
+
+
+@dataclass
+class Sampling:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+
+
+@dataclass
+class Generation:
+    max_sequences: int = 64  # in flight in one engine
+    kv_cache_gib: int = 1  # CPU builds; GPUs use gpu_memory_utilization
+    gpu_memory_utilization: float = 0.6
+    tensor_parallel: int = 1
+    enforce_eager: bool = True
+    verify_refit: bool = True  # names, shapes and finiteness are always checked; this adds served checksums
+    max_mismatch: float | None = None  # mean |trainer - engine| log-prob; None: 1e-4 in fp32, 0.1 otherwise
+
+
+@dataclass
+class Profile:
+    rollouts_per_turn: int = 8  # K
+    max_turns: int | None = None  # profile at most this many turns (an even draw over trajectories); None: all
+
+
+@dataclass
+class Select:
+    set: str = "adv"  # "cand" | "mixed" | "adv" | "adv_zeros" (method.md 1.2)
+    lambda_diff: float = 0.6
+    allow_empty: bool = False
+
+
+@dataclass
+class Optimizer:
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    schedule: str = "constant"  # "constant" | "linear" (to zero at the last step)
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_grad: float = 1.0
+    tokens_per_microbatch: int = 4096  # unique tokens of the prefix trees of one forward
+
+
+@dataclass
+class Algorithm:
+    steps: int = 20
+    pivots_per_step: int = 8  # B
+    group_size: int = 8  # G
+    advantage: str = "group"  # "group" (population mean and std, the paper) | "leave_one_out" | "mean_only" (Dr.GRPO)
+    std_epsilon: float = 1e-6
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: str = "token_mean"  # "token_mean" | "sequence_mean" | "sequence_sum"
+    kl_beta: float = 0.0  # KL to pi_0, in the loss
+    kl_estimator: str = "k3"  # "k1" | "k2" | "k3"
+    importance_correction: str = "none"  # "none" | "truncated": trainer / generator ratio, capped
+    importance_cap: float = 5.0
+    allow_foreign_profile: bool = False  # train on a profile made by another policy, template or verifier
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+
+@dataclass
+class Sft:
+    steps: int | None = None  # None: as many optimiser steps as `algorithm.steps`; 0: the stage is a no-op
+    trajectories_per_step: int = 16
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-5))
+
+
+@dataclass
+class Evaluate:
+    tasks: int = 50  # environment test tasks, or held-out turns where there is no environment
+    trials: int = 1  # sampled episodes a task, beside one greedy
+    ood_path: str | None = None  # JSONL of multiple-choice rows (HellaSwag shape); None: skipped, said so
+    ood_rows: int = 100
+    policies: list[str] = field(default_factory=lambda: ["base", "sft", "pivotrl"])
+
+
+@dataclass
+class Tracking:
+    wandb: str = "auto"  # "auto" (online with a key, else offline) | "online" | "offline" | "disabled"
+    project: str = "pivotrl"
+    name: str | None = None
+
+
+@dataclass
+class Run:
+    stages: list[str] = field(
+        default_factory=lambda: ["turns", "warmup", "profile", "select", "train", "sft", "evaluate", "report"]
+    )
+
+
+@dataclass
+class Config:
+    run_dir: str = "runs/default"
+    seed: int = 0
+    trajectories: Trajectories = field(default_factory=Trajectories)
+    model: Model = field(default_factory=Model)
+    domain: Domain = field(default_factory=Domain)
+    environment: Environment = field(default_factory=Environment)
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Precision = field(default_factory=Precision)
+    sampling: Sampling = field(default_factory=Sampling)
+    generation: Generation = field(default_factory=Generation)
+    profile: Profile = field(default_factory=Profile)
+    select: Select = field(default_factory=Select)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    warmup: Sft = field(default_factory=lambda: Sft(steps=0))
+    sft: Sft = field(default_factory=Sft)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    tracking: Tracking = field(default_factory=Tracking)
+    run: Run = field(default_factory=Run)

@@ -1,0 +1,68 @@
+"""The engine interface: what profiling, training and evaluation need of a generator. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One setting for profiling and training alike (method.md 1.2)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_new_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled: the ids that are trained, never decoded and encoded again (design idea 1).
+
+    `logprobs` are those of the sampling distribution (after temperature, top-k and top-p), one a token.
+    A stop id is part of `token_ids` when it was sampled, so it carries loss.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str  # "stop" | "length"
+    weight_version: int
+    cached_prompt_tokens: int = 0
+
+
+class Engine(Protocol):
+    """A generator that takes the accelerator in turn with the trainer.
+
+    States: asleep, weights only (awake for a refit), ready. Calls out of order raise `EngineStateError` at once.
+    """
+
+    weight_version: int
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt (token ids); `seeds[i]` seeds the n samples of prompt i."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def refit(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load Hugging Face named weights. Raises on missing, unknown or misshapen names; resets the prefix cache."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineStateError(RuntimeError):
+    """A call that the engine's present state does not allow."""
+
+
+class RefitError(RuntimeError):
+    """Weights that do not match the engine's model: missing, unknown, misshapen or non-finite."""

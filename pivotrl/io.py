@@ -1,0 +1,43 @@
+"""Files that stages hand over: JSONL rows and atomic JSON summaries."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write atomically: a reader sees the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> int:
+    """Write rows atomically, one a line; returns their number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    count = 0
+    with temporary.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return count
+
+
+def read_jsonl(path: Path) -> Iterator[Any]:
+    """Rows of a file that this package wrote (split on "\\n" only: U+2028 may occur inside strings)."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
