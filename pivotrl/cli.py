@@ -142,20 +142,28 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     from pivotrl.locks import hold
 
     directory = run_dir / stage
-    directory.mkdir(parents=True, exist_ok=True)
-    with hold(directory / "lock"):
+    with hold(run_dir / ".locks" / stage):
         record = stage_state.record_of(cfg, stage, run_dir)
         if why := stage_state.changes(directory, record):
-            raise UserError(
-                f"{directory} holds a result of something else:\n"
-                + "\n".join(f"  {line}" for line in why)
-                + "\nUndo the change, choose another run_dir=..., or move that folder away. "
-                "(`pivotrl run` moves it away by itself and goes on.)"
-            )
+            _make_way(run_dir, stage, why)
         stage_state.begin(cfg, directory, record)
         summary = STAGES[stage].load()(cfg, run_dir)
     _print_summary(stage, summary, directory, time.monotonic() - started)
     return 0
+
+
+def _make_way(run_dir: Path, stage: str, why: list[str]) -> None:
+    """A finished result of another configuration moves aside; interrupted work of another one is not mixed with ours."""
+    from pivotrl import stage_state
+
+    directory, listed = run_dir / stage, "\n".join(f"  {line}" for line in why)
+    if not stage_state.is_done(directory):
+        raise UserError(
+            f"{directory} holds an interrupted {stage} of another configuration:\n{listed}\n"
+            "Undo the change to continue it, choose another run_dir=..., or move that folder away."
+        )
+    place = stage_state.set_aside(run_dir, stage)
+    print(f"{stage}: its former result is now in {place}, because\n{listed}", file=sys.stderr, flush=True)
 
 
 def _print_summary(stage: str, summary: Mapping[str, Any], directory: Path, seconds: float) -> None:

@@ -197,12 +197,28 @@ def _place(key: str, given: dict[str, str], files: list[Path]) -> str:
     for start, text in given.items():
         if key == start or key.startswith((start + ".", start + "[")):
             return f" (override '{text}')"
-    leaf = re.escape(key.rpartition(".")[2].partition("[")[0])
     for file in reversed(files):
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-            if re.match(rf"\s*['\"]?{leaf}['\"]?\s*:", line):
-                return f" ({file}:{number})"
+        if line := _line_of(file, key):
+            return f" ({file}:{line})"
     return ""
+
+
+def _line_of(file: Path, key: str) -> int | None:
+    """The line where a YAML file sets dotted `key` (a group's file sets keys under the group's name)."""
+    text = file.read_text(encoding="utf-8")
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    in_group = file.name != RESOLVED_NAME and not re.search(r"^#\s*@package\s+_global_", text, re.MULTILINE)
+    prefix = f"{file.parent.name}." if in_group else ""
+    if not key.startswith(prefix):
+        return None
+    line = None
+    for part in key.removeprefix(prefix).partition("[")[0].split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next(((k, v) for k, v in pairs if k.value == part), None)
+        if found is None:
+            return None
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
 
 
 def _listed(subject: str, texts: list[str]) -> str:

@@ -23,6 +23,7 @@ from pivotrl.config import Config
 from pivotrl.configuration import save_resolved, validate
 from pivotrl.io import write_json
 from pivotrl.locks import hold
+from pivotrl.tracking.progress import duration
 
 COMMAND = (sys.executable, "-m", "pivotrl.cli")
 _PR_SET_PDEATHSIG = 1
@@ -33,7 +34,7 @@ def run(cfg: Config, overrides: Sequence[str], command: Sequence[str] = COMMAND)
     """Run `cfg.run.stages`; `command` + stage + overrides starts one of them. Returns the exit code."""
     validate(cfg, "run")
     run_dir = Path(cfg.run_dir)
-    with hold(run_dir / "lock"):
+    with hold(run_dir / ".locks" / "run"):
         save_resolved(cfg, run_dir)
         ledger = _Ledger(run_dir / "pipeline.json")
         started = time.monotonic()
@@ -42,14 +43,14 @@ def run(cfg: Config, overrides: Sequence[str], command: Sequence[str] = COMMAND)
             if not _must_run(cfg, run_dir, stage, title):
                 continue
             begun = time.monotonic()
-            code, peak_gib = _child([*command, stage, *overrides], run_dir)
+            code, peak_gib = _child([*command, stage, *overrides])
             seconds = time.monotonic() - begun
             ledger.add(stage, seconds, peak_gib, code)
             if code:
-                _say(f"{title}: {_ending(code)} after {_clock(seconds)}. The same command continues from here.")
+                _say(f"{title}: {_ending(code)} after {duration(seconds)}. The same command continues from here.")
                 return code if code > 0 else 128 - code
-            total = _clock(time.monotonic() - started)
-            _say(f"{title}: {_clock(seconds)}, peak memory {peak_gib:.1f} GiB; total {total}")
+            total = duration(time.monotonic() - started)
+            _say(f"{title}: {duration(seconds)}, peak memory {peak_gib:.1f} GiB; total {total}")
         _finish(run_dir, time.monotonic() - started)
     return 0
 
@@ -76,7 +77,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _child(command: list[str], run_dir: Path) -> tuple[int, float]:
+def _child(command: list[str]) -> tuple[int, float]:
     """Run `command` to its end; returns its exit code (negative: signal) and its peak resident memory in GiB."""
     sys.stdout.flush()
     process = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent)
@@ -157,14 +158,7 @@ def _finish(run_dir: Path, seconds: float) -> None:
     if evaluation.is_file():
         print("\n" + text_table(json.loads(evaluation.read_text(encoding="utf-8"))))
     report = run_dir / "report" / "report.html"
-    print(f"\nDone in {_clock(seconds)}. " + (f"Report: {report}" if report.is_file() else f"Results: {run_dir}"))
-
-
-def _clock(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    print(f"\nDone in {duration(seconds)}. " + (f"Report: {report}" if report.is_file() else f"Results: {run_dir}"))
 
 
 def _say(text: str) -> None:

@@ -22,6 +22,8 @@ from pivotrl.validation import get
 
 RECORD = "stage.json"
 SUMMARY = "summary.json"
+_BOOKS = (RECORD, "config.yaml")
+_VOLATILE = ("seconds", "elapsed", "started", "finished")  # of a summary: the same result may take another time
 
 
 def record_of(cfg: Config, stage: str, run_dir: Path) -> dict[str, Any]:
@@ -51,8 +53,8 @@ def is_done(directory: Path) -> bool:
 
 def changes(directory: Path, record: dict[str, Any]) -> list[str]:
     """Why the content of `directory` is not that of `record`; empty when it is (or when there is no content)."""
-    if not directory.is_dir() or not any(p.name != "lock" for p in directory.iterdir()):
-        return []
+    if not directory.is_dir() or all(p.name in _BOOKS for p in directory.iterdir()):
+        return []  # an attempt that failed before it made anything binds nobody
     old = read_record(directory)
     if old is None:
         return ["it does not say with which configuration it was made (no stage.json)"]
@@ -85,9 +87,17 @@ def set_aside(run_dir: Path, stage: str) -> Path:
 
 def _summary_hash(directory: Path) -> str | None:
     try:
-        return hashlib.sha256((directory / SUMMARY).read_bytes()).hexdigest()
-    except FileNotFoundError:
+        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return hashlib.sha256(json.dumps(_lasting(summary), sort_keys=True).encode()).hexdigest()
+
+
+def _lasting(value: Any) -> Any:
+    """`value` without what differs between two runs of the same thing."""
+    if isinstance(value, dict):
+        return {k: _lasting(v) for k, v in value.items() if k not in _VOLATILE}
+    return [_lasting(v) for v in value] if isinstance(value, list) else value
 
 
 def _fingerprint(path: str | None) -> list[list[Any]] | None:
