@@ -31,7 +31,7 @@ MONEY = re.compile(
 )
 CURRENCIES = {"$": "usd", "dollar": "usd", "€": "eur", "euro": "eur", "£": "gbp", "pound": "gbp", "¥": "jpy"}
 QUOTED = re.compile(r"""(?<!\w)(["'`“‘])([A-Za-z0-9#][\w#-]{1,39})(["'`”’])(?!\w)""")
-# A word with a letter and a digit (EUJUY6, ORD-1042, lucas_brown_4047), or anything numbered with "#"; not "15th" or "2pm".
+# A word with a letter and a digit (EUJUY6, ORD-1042, user_4047), or numbered with "#"; not "15th" or "2pm".
 ID = re.compile(r"#[A-Za-z0-9][\w-]*|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*\b")
 PLAIN_WORD = re.compile(r"\d+(?:st|nd|rd|th|am|pm|h|hrs?|mins?|kg|lbs?|k|x)|\d+(?:-[a-z]+)+", re.IGNORECASE)
 NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?![\w]|\.\d)|(?:{_NUMBER})")
