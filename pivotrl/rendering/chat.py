@@ -19,9 +19,10 @@ from pivotrl.rendering.parsing import format_action, get_action_format
 from pivotrl.trajectories.schema import Action, JsonDict
 
 CACHED_PROMPTS = 512  # rendered states whose ids are kept: the G or K samples of a turn ask for them again
-PROBE_TOOL = {
+PROBE_NAME = "probe_tool_7f3"
+PROBE_TOOL: JsonDict = {
     "type": "function",
-    "function": {"name": "probe_tool_7f3", "description": "", "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": PROBE_NAME, "description": "", "parameters": {"type": "object", "properties": {}}},
 }
 
 
@@ -52,7 +53,7 @@ class Renderer:
         probe = [{"role": "user", "content": "x"}]
         self._generation_prompt = self._suffix(self._render(probe, [], True), self._render(probe, [], False))
         self.thinking_open = self._generation_prompt.rstrip().endswith("<think>")
-        self._shows_tools = PROBE_TOOL["function"]["name"] in self._render(probe, [PROBE_TOOL], True)  # type: ignore[index]
+        self._shows_tools = PROBE_NAME in self._render(probe, [PROBE_TOOL], True)
         self.end_of_turn_id = self._end_of_turn()
         self.stop_token_ids: tuple[int, ...] = self._stop_ids()
 

@@ -1,8 +1,8 @@
 """Type-aware comparison of JSON values against a JSON Schema: what "the same arguments" means.
 
-Rules (field report G4): key order does not matter, list order does unless the field is named in `unordered`; 1 equals 1.0 only
-where the schema says "number"; booleans are not numbers; a default written out equals the field left out; a field
-with `enum` or `const` is compared exactly whatever its string rule.
+Rules (field report G4): key order does not matter, list order does unless the field is named in `unordered`; 1 equals
+1.0 only where the schema says "number"; booleans are not numbers; a default written out equals the field left out; a
+field with `enum` or `const` is compared exactly whatever its string rule.
 """
 
 from __future__ import annotations

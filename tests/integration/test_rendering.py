@@ -17,7 +17,11 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "it's <b>",
 STATE = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": "café 日本"},
-    {"role": "assistant", "content": "ok", "tool_calls": [{"id": "1", "name": "f", "arguments": {"x": "日本", "y": [1, 2.0]}}]},
+    {
+        "role": "assistant",
+        "content": "ok",
+        "tool_calls": [{"id": "1", "name": "f", "arguments": {"x": "日本", "y": [1, 2.0]}}],
+    },
     {"role": "tool", "tool_call_id": "1", "name": "f", "content": "R1"},
     {"role": "tool", "tool_call_id": "2", "name": "f", "content": "R2"},
 ]
@@ -59,7 +63,9 @@ def test_hermes_template_to_the_letter(renderer: Renderer) -> None:
     assert renderer.prompt_text(STATE, [TOOL]) == RENDERED
     ids = renderer.prompt_ids(STATE, [TOOL])
     assert renderer.tokenizer.decode(ids) == RENDERED
-    assert ids.count(renderer.tokenizer.bos_token_id) == RENDERED.count("<|im_start|>")  # none is added to the template's
+    assert ids.count(renderer.tokenizer.bos_token_id) == RENDERED.count(
+        "<|im_start|>"
+    )  # none is added to the template's
 
 
 def test_completion_is_the_action_and_the_stop_id(renderer: Renderer) -> None:
@@ -78,7 +84,11 @@ def test_prompts_extend_each_other_token_by_token(renderer: Renderer, shared_dat
     generation prompt. Such an action cannot be sampled either, because a sampled first newline stays its own token.
     """
     pairs = broken = 0
-    for name in ("tau_bench/airline_sft_compact.jsonl", "conversational/gym_workplace_chat.jsonl", "tau2/gym_rollouts_chat.jsonl"):
+    for name in (
+        "tau_bench/airline_sft_compact.jsonl",
+        "conversational/gym_workplace_chat.jsonl",
+        "tau2/gym_rollouts_chat.jsonl",
+    ):
         for item in read_trajectories(str(shared_data / name)):
             assert not isinstance(item, Skip)
             before: list[int] | None = None

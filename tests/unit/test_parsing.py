@@ -29,7 +29,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(characters), inner, max_size=3),
     max_leaves=8,
 )
-calls = st.builds(ToolCall, st.text(characters, min_size=1), st.dictionaries(st.text(characters), json_values, max_size=4))
+calls = st.builds(
+    ToolCall, st.text(characters, min_size=1), st.dictionaries(st.text(characters), json_values, max_size=4)
+)
 actions = st.builds(Action, plain, plain, st.lists(calls, max_size=3).map(tuple))
 
 
@@ -38,7 +40,9 @@ def test_parse_is_the_inverse_of_format(action: Action) -> None:
     assert parse_action(format_action(action)) == action
 
 
-pieces = st.sampled_from([*MARKS, GOOD, '{"name": "f"', '"', "\\", "{", "}", "\n", " ", "text", '{"name": "f", "arguments": {'])
+pieces = st.sampled_from(
+    [*MARKS, GOOD, '{"name": "f"', '"', "\\", "{", "}", "\n", " ", "text", '{"name": "f", "arguments": {']
+)
 
 
 @given(st.lists(pieces | st.text(), max_size=12).map("".join))
@@ -88,7 +92,9 @@ def test_white_space_of_values_is_kept() -> None:
 def test_thinking() -> None:
     inside = parse_action(f"<think>{GOOD}</think>ok")
     assert (inside.tool_calls, inside.text, inside.problems) == ((), "ok", ())
-    assert parse_action(f"so\n</think>\n\n{GOOD}") == Action("", "so", (ToolCall("f", {"a": 1}),))  # opened in the prompt
+    assert parse_action(f"so\n</think>\n\n{GOOD}") == Action(
+        "", "so", (ToolCall("f", {"a": 1}),)
+    )  # opened in the prompt
     assert parse_action(f"<think>{GOOD}").problems == ("unclosed_thinking",)
     assert parse_action(f"<think>{GOOD}").tool_calls == ()
     late = parse_action(f"hi <think>{GOOD}</think>")

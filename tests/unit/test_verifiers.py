@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from pivotrl import config
 from pivotrl.errors import UserError
-from pivotrl.rendering.parsing import parse_action
+from pivotrl.rendering.parsing import format_action, parse_action
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Action, ToolCall, Turn
 from pivotrl.trajectories.turns import split_turns
@@ -41,7 +42,11 @@ SCHEMA = {
     "$defs": {
         "person": {
             "type": "object",
-            "properties": {"name": {"type": "string"}, "age": {"type": "number", "default": 18}, "boss": {"$ref": "#/$defs/person"}},
+            "properties": {
+                "name": {"type": "string"},
+                "age": {"type": "number", "default": 18},
+                "boss": {"$ref": "#/$defs/person"},
+            },
         }
     },
 }
@@ -134,7 +139,9 @@ def test_calls_are_a_multiset_without_free_surplus() -> None:
     assert verdict(calls(a, a), calls(a, b)).reward == 0
 
 
-@pytest.mark.parametrize("text", ["{}", '{"command": ""}', "not json", '{"command": "rm -rf /"}', '{"command": "pytest"}'])
+@pytest.mark.parametrize(
+    "text", ["{}", '{"command": ""}', "not json", '{"command": "rm -rf /"}', '{"command": "pytest"}']
+)
 def test_any_bash_call_is_no_bash_call(text: str) -> None:  # G1
     expected = calls({"command": "pytest -q"}, name="bash")
     action = parse_action(f'<tool_call>\n{{"name": "bash", "arguments": {text}}}\n</tool_call>')
@@ -194,20 +201,18 @@ def test_text_turns() -> None:
     ("text", "values"),
     [
         ("Mail bob.x@example.com.", {("email", "bob.x@example.com")}),
-        ("on May 15, 2024 and 2024-05-16 or 17 June", {("date", d) for d in ("2024-05-15", "2024-05-16", "????-06-17")}),
+        ("on May 15, 2024 and 2024-05-16 or 17 June", {("date", d) for d in "2024-05-15 2024-05-16 ????-06-17".split()}),
         ("1. first\n2. second: 30%", {("number", "30")}),
-        ("the 2nd of 3 bags, 24-hour rule at 2pm", {("number", n) for n in ("2", "3", "24")}),
-        ("ids EUJUY6, ORD-1042, lucas_brown_4047, 'AB-c' and #99", {("id", i) for i in ("EUJUY6", "ORD-1042", "LUCAS_BROWN_4047", "AB-C", "99")}),
+        ("3 bags, 24-hour rule, 4-5 days, -3.5 off", {("number", n) for n in ("3", "24", "4", "5", "-3.5")}),
+        ("at 2pm, 10:30 and 9:05 PM", {("time", "14:00"), ("time", "10:30"), ("time", "21:05")}),
+        ("from 2024-05-15T10:00:00", {("date", "2024-05-15"), ("time", "10:00")}),
+        ("EUJUY6, ORD-1042, lucas_brown_4047, 'AB-c', #99", {("id", i) for i in "EUJUY6 ORD-1042 LUCAS_BROWN_4047 AB-C 99".split()}),
         ("1,000 dollars or €5", {("money", "1000 usd"), ("money", "5 eur")}),
         ("It's the user's 'thing'.", set()),
     ],
 )  # fmt: skip
 def test_facts(text: str, values: set[tuple[str, str]]) -> None:
-    got = set(facts_of(text).values)
-    if "2nd" in text:  # ordinals and clock times are words; which number they hold is not told apart
-        assert ("number", "3") in got and all(kind == "number" for kind, _ in got)
-    else:
-        assert got == values
+    assert set(facts_of(text).values) == values
 
 
 def test_options_are_checked() -> None:
@@ -265,9 +270,7 @@ def test_exceptions_are_unscorable_and_counted() -> None:  # C12
     assert CheckedVerifier(Custom(0.5)).verify(turn(Action("a")), Action("b")).reward == 0.5
 
 
-def test_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    verifier = get_verifier(config.VerifierConfig("fractions:Fraction", {"numerator": 1})) if False else None
-    assert verifier is None
+def test_import_path() -> None:
     found = get_verifier(config.VerifierConfig("pivotrl.verifiers.strict:StrictVerifier"))
     assert found.name == "strict"
 
@@ -299,8 +302,6 @@ def test_text_modes_are_total(a: str, b: str) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=5), max_size=5))
 def test_perfect_match_against_all_permutations(edges: list[list[int]]) -> None:
-    from itertools import permutations
-
     n = len(edges)
     brute = any(all(p[i] in edges[i] for i in range(n)) for p in permutations(range(n)))
     assert perfect_match(range(n), range(n), lambda i, j: j in edges[i]) == brute
@@ -317,7 +318,7 @@ def test_demonstrations_of_shared_data_match_themselves(shared_data: Path) -> No
             for step in () if isinstance(item, Skip) else split_turns(item, "train"):
                 if isinstance(step, Skip):
                     continue
-                action = parse_action(parse_back(step.demonstration))
+                action = parse_action(format_action(step.demonstration))
                 assert action == step.demonstration, step.id
                 assert strict.verify(step, action).reward == 1
                 assert facts.verify(step, action).reward in (1, None)
@@ -325,12 +326,6 @@ def test_demonstrations_of_shared_data_match_themselves(shared_data: Path) -> No
                     scored += 1
                     assert functional.verify(step, action) == Verdict(1.0, "match"), step.id
     assert scored > 600
-
-
-def parse_back(action: Action) -> str:
-    from pivotrl.rendering.parsing import format_action
-
-    return format_action(action)
 
 
 def test_rows_one_out_for_one_in() -> None:
@@ -344,7 +339,11 @@ def test_rows_one_out_for_one_in() -> None:
         {"tools": TOOLS, "expected": {}, "completion": "hello"},
         {"tools": TOOLS, "expected": expected},
         "nonsense",
-        {"tools": TOOLS, "expected": expected, "completion": {"tool_calls": [{"function": {"name": "find", "arguments": "{"}}]}},
+        {
+            "tools": TOOLS,
+            "expected": expected,
+            "completion": {"tool_calls": [{"function": {"name": "find", "arguments": "{"}}]},
+        },
     ]
     results = list(verify_rows(rows))
     assert results[0] == {"id": 1, "reward": 1.0, "reason": "match"}
