@@ -48,7 +48,12 @@ class Renderer:
         self.model_dir = Path(model_dir)
         self.action_format = get_action_format(action_format).name
         self.tokenizer = _load_tokenizer(self.model_dir)
-        self.template = named_template(chat_template) if chat_template is not None else self._own_template()
+        if chat_template is None and not self.tokenizer.chat_template:
+            raise UserError(
+                f"{self.model_dir}: the tokenizer has no chat template. Set model.chat_template=hermes (ChatML models)."
+            )
+        # None: the tokenizer picks among its own, as an engine does (some have another one for states with tools).
+        self.template = None if chat_template is None else named_template(chat_template)
         self._encode = lru_cache(maxsize=CACHED_PROMPTS)(self._encode_uncached)
         probe = [{"role": "user", "content": "x"}]
         self._generation_prompt = self._suffix(self._render(probe, [], True), self._render(probe, [], False))
@@ -93,17 +98,9 @@ class Renderer:
         """Hash of what turns messages into ids: template, tokenizer, action format (design idea 5)."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
-        parts = (self.template, vocabulary, self.action_format, repr(self.stop_token_ids))
+        template = json.dumps(self.template or self.tokenizer.chat_template, sort_keys=True)
+        parts = (template, vocabulary, self.action_format, repr(self.stop_token_ids))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-    def _own_template(self) -> str:
-        try:
-            template: str = self.tokenizer.get_chat_template()
-        except ValueError as error:
-            raise UserError(
-                f"{self.model_dir}: the tokenizer has no chat template. Set model.chat_template=hermes (ChatML models)."
-            ) from error
-        return template
 
     def _render(self, messages: list[JsonDict], tools: list[JsonDict], generation_prompt: bool) -> str:
         from jinja2 import TemplateError
@@ -158,7 +155,7 @@ def template_message(message: JsonDict) -> JsonDict:
         return dict(message)
     result: JsonDict = {"role": "assistant", "content": message.get("content", "")}
     if "thinking" in message:
-        result["reasoning_content"] = message["thinking"]
+        result["reasoning_content"] = result["reasoning"] = message["thinking"]  # engines give templates both names
     if "tool_calls" in message:
         result["tool_calls"] = [
             {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}

@@ -30,7 +30,7 @@ class ToolCall:
 class Action:
     """One assistant turn, parsed and never repaired.
 
-    `problems` lists what was malformed in the text it was parsed from (an unclosed tag, arguments that are not JSON...);
+    `problems` lists what was malformed in the text it was parsed from (an unclosed tag, arguments that are no JSON...);
     an action with problems is never equivalent to a demonstration.
     """
 

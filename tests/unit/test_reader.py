@@ -221,7 +221,7 @@ def test_every_dialect_gives_the_same_trajectory(shared_data: Path) -> None:
         assert [m["role"] for m in item.messages] == expected["roles"], file.name
         calls = [[c["name"], c["arguments"]] for m in item.messages for c in m.get("tool_calls", ())]
         assert calls == expected["tool_calls"], file.name
-        assert [t["function"]["name"] for t in item.tools][0] == "get_reservation_details", file.name
+        assert item.tools[0]["function"]["name"] == "get_reservation_details", file.name
         assert "<tools>" not in item.messages[0]["content"], file.name
 
 
