@@ -18,7 +18,8 @@ MONTHS = {
 }
 _MONTH = "|".join(sorted(MONTHS, key=len, reverse=True))
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?"
-EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+# Look-behinds let a long run of characters be tried once, not from each of its characters (quadratic time).
+EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 ISO_DATE = re.compile(r"\b(\d{4})-(\d{1,2})-(\d{1,2})(?!\d)T?")
 SLASH_DATE = re.compile(r"\b(\d{1,2})/(\d{1,2})/(\d{4})\b")
 NAMED_DATE = re.compile(rf"\b({_MONTH})\.?\s+(\d{{1,2}})(?:st|nd|rd|th)?\b(?:,?\s+(\d{{4}})\b)?", re.IGNORECASE)
@@ -30,13 +31,13 @@ TIME = re.compile(
     re.IGNORECASE,
 )
 MONEY = re.compile(
-    rf"(?P<before>[$€£¥])\s?(?P<a>{_NUMBER})|(?P<b>{_NUMBER})\s?(?P<after>€|£|(?:usd|eur|gbp|dollars?|euros?|pounds?)\b)",
+    rf"(?P<before>[$€£¥])\s?(?P<a>{_NUMBER})|(?<!\d)(?<!\d[,.])(?P<b>{_NUMBER})\s?(?P<after>€|£|(?:usd|eur|gbp|dollars?|euros?|pounds?)\b)",
     re.IGNORECASE,
 )
 CURRENCIES = {"$": "usd", "dollar": "usd", "€": "eur", "euro": "eur", "£": "gbp", "pound": "gbp", "¥": "jpy"}
 QUOTED = re.compile(r"""(?<!\w)(["'`“‘])([A-Za-z0-9#][\w#-]{1,39})(["'`”’])(?!\w)""")
 # A word with a letter and a digit (EUJUY6, ORD-1042, user_4047), or numbered with "#"; not "15th" or "24-hour".
-ID = re.compile(r"#[A-Za-z0-9][\w-]*|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*\b")
+ID = re.compile(r"#[A-Za-z0-9][\w-]*|(?<![\w-])(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*\b")
 PLAIN_WORD = re.compile(r"\d+(?:st|nd|rd|th|h|hrs?|mins?|kg|lbs?|k|x)|\d+(?:-[a-z]+)+", re.IGNORECASE)
 NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?![\w]|\.\d)|(?:{_NUMBER})")
 LIST_MARK = re.compile(r"^\s*(?:[-*]\s+)?\d{1,2}[.)]\s+", re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,38 @@ def test_text_turns() -> None:
 )  # fmt: skip
 def test_facts(text: str, values: set[tuple[str, str]]) -> None:
     assert set(facts_of(text).values) == values
+
+
+HOSTILE = [
+    "a",
+    "a-",
+    "1",
+    "1,111",
+    "a.",
+    "a@",
+    "$",
+    "-1",
+    "2:",
+    "<tool_call>",
+    "<think>",
+    '<tool_call>{"',
+    "may 1",
+    "'a",
+    "#",
+    "1/",
+    "é",
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_long_hostile_text_takes_linear_time(piece: str) -> None:
+    text = piece * (100_000 // len(piece))
+    start = time.process_time()
+    facts_of(text)
+    action = parse_action(text)
+    assert verdict(Action("order W1"), action, text="facts").reward == 0
+    assert verdict(Action(text), Action(text + "x"), text="similarity:0.9").reason != "verifier_error"
+    assert time.process_time() - start < 5
 
 
 def test_options_are_checked() -> None:
