@@ -1,11 +1,14 @@
-"""Fixtures that need a real model's files."""
+"""Models on disk, made once a run."""
 
 from __future__ import annotations
 
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.tiny_models import NAMES, save_tiny
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +24,10 @@ def smollm2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2")
     AutoTokenizer.from_pretrained(str(source), gguf_file=file.name).save_pretrained(str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Name -> (folder, Hugging Face model)."""
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: (root / name, save_tiny(name, root / name)) for name in NAMES}
