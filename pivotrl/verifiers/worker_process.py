@@ -135,7 +135,7 @@ class WorkerProcess:
         return rows, alive
 
     def _exited(self) -> bool:
-        """Peeks without reaping: the process id stays ours until `kill`. (EOF may not come: a child may hold the socket.)"""
+        """Peeks without reaping: the process id stays ours until `kill`. (A child may hold the socket: no EOF.)"""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def kill(self) -> None:

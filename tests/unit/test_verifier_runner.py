@@ -133,7 +133,8 @@ def test_cache_is_by_content_and_keeps_no_failure():
         runner.score([*pairs("a", "raise"), (turn(act(text="ok")), act(text="a"))])  # an equal turn, another object
         assert runner.metrics()["cache_hits"] == 4  # "raise" ran again
         thought = act(text="a", thinking="hm")
-        assert runner.score([(TURN, thought)]) and runner.metrics()["cache_hits"] == 4
+        runner.score([(TURN, thought)])
+        assert runner.metrics()["cache_hits"] == 4
     with VerifierRunner(IgnoresThinking) as runner:
         runner.score([(TURN, act(text="a")), (TURN, act(text="a", thinking="hm"))])
         assert runner.metrics()["cache_hits"] == 1
