@@ -1,4 +1,4 @@
-"""A small client of OpenAI-compatible chat endpoints: retries, a deadline, a machine-wide concurrency limit, a disk cache.
+"""A small client of OpenAI-compatible chat endpoints: retries, deadline, machine-wide concurrency limit, disk cache.
 
 Only the standard library. Whatever goes wrong is a JudgeError with a short reason; nothing here knows about rewards.
 """
@@ -55,7 +55,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class ChatClient:
     """Posts to `<base_url>/chat/completions`.
 
-    Each request may take `timeout_seconds`, all attempts of one question together `deadline_seconds`. Connection errors,
+    Each request may take `timeout_seconds`, all attempts of one question `deadline_seconds`. Connection errors,
     time-outs and the status codes of an overloaded server are retried, `retries` times, after
     `backoff_seconds * 2**n` with jitter (or what Retry-After asks). At most `concurrency` requests are in flight from
     this machine to this endpoint, whatever the number of processes and threads.
@@ -159,12 +159,12 @@ def _answer(row: Any, attempts: int) -> Answer:
         text, finish = choice["message"]["content"], choice["finish_reason"]
     except (KeyError, IndexError, TypeError):
         raise JudgeError("judge_unparsable", "the response has no choices[0].message.content") from None
-    usage = row.get("usage") or {}
+    usage = row.get("usage") if isinstance(row.get("usage"), dict) else {}
+    used = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
+    prompt, completion = (n if isinstance(n, int) else 0 for n in used)
     if not isinstance(text, str):  # a refusal, or a tool call where none was offered
         text = ""
-    return Answer(
-        text, str(finish), int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0), attempts
-    )
+    return Answer(text, str(finish), prompt, completion, attempts)
 
 
 class _Slots:

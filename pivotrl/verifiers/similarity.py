@@ -1,6 +1,6 @@
 """Dense sequence-similarity reward, the baseline of SRL (arXiv 2510.25992).
 
-R = 2 M / (|S1| + |S2|), M the characters in the matching blocks of the two texts (Python's difflib, Ratcliff-Obershelp).
+R = 2 M / (|S1| + |S2|), M the characters in the matching blocks of the two texts (difflib, Ratcliff-Obershelp).
 It gives signal where no action is ever right, and is wide open otherwise: half of a command scores about two thirds,
 `cp a b` and `cp b a` score high. Use it as the baseline that it is.
 """

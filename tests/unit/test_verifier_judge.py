@@ -135,7 +135,6 @@ def test_what_rules_settle_is_not_asked(server, demonstration, action, reward, r
 
 
 def test_swap_and_agree(server):
-    server.script = lambda body: chat(YES if body["messages"][1]["content"].index("cancelled.") < 400 else NO)
     server.script = [chat(YES), chat(NO)]
     assert judge(server, swap=True).verify(TURN, OTHER).reason == "judge_disagrees"
     first, second = (r["messages"][1]["content"] for r in server.requests)
@@ -251,7 +250,5 @@ def test_bad_options(options, word):
 
 @given(st.text())
 def test_parsing_is_total(text):
-    try:
-        assert parse_answer(text)["verdict"] in ("equivalent", "different")
-    except JudgeError as error:
-        assert error.reason == "judge_unparsable"
+    with pytest.raises(JudgeError, match="judge_unparsable"):
+        parse_answer(text)  # no random text is a verdict
