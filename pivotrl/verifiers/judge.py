@@ -27,9 +27,9 @@ from pivotrl.verifiers.judge_client import AnswerCache, ChatClient, JudgeError
 from pivotrl.verifiers.options import one_of, read_options, within
 
 RUBRIC = (
-    "Two actions are equivalent if, taken in this state, they have the same effect on the environment and tell the user "
-    "the same thing. Wording, order of keys and harmless differences of style do not matter. Different targets, values, "
-    "operands, promises or facts do, and so does anything that one does and the other does not."
+    "Two actions are equivalent if, taken in this state, they have the same effect on the environment and tell the "
+    "user the same thing. Wording, order of keys and harmless differences of style do not matter. Different targets, "
+    "values, operands, promises or facts do, and so does anything that one does and the other does not."
 )
 _SYSTEM = (
     "You compare two candidate next actions of an agent. {rubric}\n"
@@ -213,7 +213,8 @@ class Judge:
 
 
 def parse_answer(text: str) -> dict[str, str]:
-    """`{"analysis", "verdict"}` of a judge's answer (after its thinking, inside at most one code fence); else JudgeError.
+    """`{"analysis", "verdict"}` of a judge's answer (after its thinking, inside at most one code fence); else
+    JudgeError.
 
     Exactly one object with one verdict: a verdict is never searched for in prose, which may quote the judged text.
     """
