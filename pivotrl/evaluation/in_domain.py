@@ -72,11 +72,7 @@ def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:
 
 
 def evaluate_environment(
-    environment: Environment,
-    tasks: Sequence[Task],
-    trials: int,
-    max_turns: int,
-    actor: Callable[[Sequence[View]], list[Action]],
+    environment: Environment, tasks: Sequence[Task], trials: int, max_turns: int, actor: Callable[[Sequence[View]], list[Action]]
 ) -> dict[str, Any]:
     results = run_episodes(environment, [task for task in tasks for _ in range(trials)], actor, max_turns)
     return episode_summary(results)

@@ -30,9 +30,7 @@ class MultipleChoice:
 def read_choices(path: Path, limit: int) -> list[MultipleChoice]:
     """Rows {"activity_label", "ctx", "endings", "label"}. Raises UserError naming file and line of a bad row."""
     if not path.exists():
-        raise UserError(
-            f"evaluate.ood_path={path} does not exist; give a JSONL file in HellaSwag's shape, or null to skip it"
-        )
+        raise UserError(f"evaluate.ood_path={path} does not exist; give a JSONL file in HellaSwag's shape, or null to skip it")
     rows: list[MultipleChoice] = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

@@ -28,12 +28,7 @@ def weights_digest(model_dir: Path) -> str:
 
 
 def fingerprint(
-    *,
-    weights: str,
-    template: str,
-    sampling: dict[str, Any],
-    verifier: tuple[str, str, dict[str, Any]],
-    turns: Iterable[Any],
+    *, weights: str, template: str, sampling: dict[str, Any], verifier: tuple[str, str, dict[str, Any]], turns: Iterable[Any]
 ) -> dict[str, Any]:
     """The record. `verifier` is (name, version, config); `turns` are the profiled turns' JSON rows."""
     name, version, config = verifier

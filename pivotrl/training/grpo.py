@@ -56,9 +56,7 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> list[State]:
 def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int) -> None:
     stale = {r.completion.weight_version for group in groups for r in group} - {version}
     if stale:
-        raise RuntimeError(
-            f"rollouts of weight version {sorted(stale)}, the trainer is at {version}: the refit was missed"
-        )
+        raise RuntimeError(f"rollouts of weight version {sorted(stale)}, the trainer is at {version}: the refit was missed")
 
 
 def open_gate(policy: MegatronPolicy, samples: Sequence[Sample], cfg: Config, when: str) -> Mismatch:

@@ -86,9 +86,7 @@ class GrpoObjective:
     advantages: Tensor  # [N]
     weights: Tensor  # [N]
     generator: Tensor  # [T] log-probs under the engine that sampled
-    old: (
-        Tensor | None
-    )  # [T] trainer's log-probs before the first update of this batch; None: strictly on-policy (ratio 1)
+    old: Tensor | None  # [T] trainer's log-probs before the first update of this batch; None: strictly on-policy (ratio 1)
     reference: Tensor | None  # [T] log-probs under pi_0; None when kl_beta is 0
     clip_low: float
     clip_high: float

@@ -31,9 +31,7 @@ from pivotrl.training.sampling import EpochSampler
 from pivotrl.trajectories.schema import Turn
 
 
-def demonstrations(
-    turns: Sequence[Turn], renderer: Renderer, context_length: int
-) -> tuple[list[list[TokenSequence]], int]:
+def demonstrations(turns: Sequence[Turn], renderer: Renderer, context_length: int) -> tuple[list[list[TokenSequence]], int]:
     """One list of (prompt, action) sequences per trajectory, and how many turns were beyond the context (left out)."""
     by_trajectory: dict[str, list[TokenSequence]] = defaultdict(list)
     beyond = 0
@@ -108,6 +106,4 @@ def run_warmup(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
 def run_sft(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """The SFT baseline: from pi_0, on the trajectories that PivotRL trains on, with as many optimiser steps."""
-    return _train(
-        cfg, run_dir, "sft", "train", cfg.sft, cfg.algorithm.steps if cfg.sft.steps is None else cfg.sft.steps
-    )
+    return _train(cfg, run_dir, "sft", "train", cfg.sft, cfg.algorithm.steps if cfg.sft.steps is None else cfg.sft.steps)

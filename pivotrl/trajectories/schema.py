@@ -64,9 +64,7 @@ class Trajectory:
     id: str
     domain: str
     messages: list[JsonDict]
-    tools: list[
-        JsonDict
-    ]  # OpenAI function tools: {"type": "function", "function": {"name", "description", "parameters"}}
+    tools: list[JsonDict]  # OpenAI function tools: {"type": "function", "function": {"name", "description", "parameters"}}
     task_id: str  # splits are by task: runs of one task never sit on both sides
     meta: JsonDict = field(default_factory=dict)
     source: str = ""  # "file:line"
