@@ -51,7 +51,7 @@ class Workbench:
             cfg,
             run_dir,
             model,
-            Renderer(model, cfg.model.chat_template),
+            Renderer(model, cfg.model.chat_template, cfg.domain.action_format),
             get_verifier(cfg.domain.verifier),
             Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
         )

@@ -94,6 +94,10 @@ class Renderer:
         text = self.decode(ids)
         return get_action_format(self.action_format).parse(f"<think>\n{text}" if self.thinking_open else text)
 
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, no special token added."""
+        return list(self._encode(text))
+
     def fingerprint(self) -> str:
         """Hash of what turns messages into ids: template, tokenizer, action format (design idea 5)."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)

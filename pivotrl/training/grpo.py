@@ -111,7 +111,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         Tracker(directory, cfg.tracking, "train", asdict(cfg)) as tracker,
         progress(a.steps, "train") as bar,
     ):
-        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling, cfg.domain.action_format)
+        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
         for step in range(a.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
