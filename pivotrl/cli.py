@@ -71,7 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         log = _write_crash(context.get("run_dir"), command)
-        print(f"pivotrl {command}: crashed: {type(error).__name__}: {_one_line(error)}. Traceback: {log}", file=sys.stderr)
+        print(
+            f"pivotrl {command}: crashed: {type(error).__name__}: {_one_line(error)}. Traceback: {log}", file=sys.stderr
+        )
         return 1
 
 
@@ -168,7 +170,9 @@ def _make_way(run_dir: Path, stage: str, why: list[str]) -> None:
 
 def _print_summary(stage: str, summary: Mapping[str, Any], directory: Path, seconds: float) -> None:
     facts = [f"{k}={_number(v)}" for k, v in summary.items() if isinstance(v, int | float | str) and k != "fingerprint"]
-    print(f"{stage}: done in {seconds:.1f} s -> {directory}" + (f" ({', '.join(facts[:8])})" if facts else ""), flush=True)
+    print(
+        f"{stage}: done in {seconds:.1f} s -> {directory}" + (f" ({', '.join(facts[:8])})" if facts else ""), flush=True
+    )
 
 
 def _number(value: Any) -> str:

@@ -29,16 +29,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "sft.optimizer.schedule": ("constant", "linear"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
-_POSITIVE = (
-    "trajectories.tasks trajectories.runs_per_task model.context_length environment.max_turns parallel.tensor "
-    "parallel.pipeline parallel.context parallel.expert parallel.expert_tensor sampling.max_new_tokens "
-    "generation.max_sequences generation.kv_cache_gib generation.tensor_parallel generation.max_mismatch "
-    "profile.max_turns algorithm.steps algorithm.pivots_per_step algorithm.std_epsilon algorithm.clip_low "
-    "algorithm.clip_high warmup.trajectories_per_step sft.trajectories_per_step evaluate.tasks"
-).split()
-_NOT_NEGATIVE = (
-    "seed sampling.temperature sampling.top_k algorithm.kl_beta warmup.steps sft.steps evaluate.trials evaluate.ood_rows"
-).split()
+_POSITIVE = ["trajectories.tasks", "trajectories.runs_per_task", "model.context_length", "environment.max_turns", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.expert_tensor", "sampling.max_new_tokens", "generation.max_sequences", "generation.kv_cache_gib", "generation.tensor_parallel", "generation.max_mismatch", "profile.max_turns", "algorithm.steps", "algorithm.pivots_per_step", "algorithm.std_epsilon", "algorithm.clip_low", "algorithm.clip_high", "warmup.trajectories_per_step", "sft.trajectories_per_step", "evaluate.tasks"]
+_NOT_NEGATIVE = ["seed", "sampling.temperature", "sampling.top_k", "algorithm.kl_beta", "warmup.steps", "sft.steps", "evaluate.trials", "evaluate.ood_rows"]
 _POLICIES = ("base", "sft", "pivotrl")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.
 _BUILTIN_SHAPES = {"smollm2-135m": {"heads": 9, "kv_heads": 3, "layers": 30, "positions": 8192}}
@@ -258,7 +250,11 @@ def _batches(cfg: Config, world: int, stages: list[str]) -> Iterator[str]:
     if dense < 1 or world % dense:
         return
     data = world // dense
-    sizes = {"train": "algorithm.pivots_per_step", "warmup": "warmup.trajectories_per_step", "sft": "sft.trajectories_per_step"}
+    sizes = {
+        "train": "algorithm.pivots_per_step",
+        "warmup": "warmup.trajectories_per_step",
+        "sft": "sft.trajectories_per_step",
+    }
     for stage, key in sizes.items():
         if stage in stages and get(cfg, key) % data:
             yield f"{key}={get(cfg, key)} is not a multiple of the data-parallel size {data} (world {world} / {dense})"

@@ -81,7 +81,9 @@ class _Frame:
         self.parts: list[str] = []
         for value in ticks(self.y0, self.y1):
             py = self.py(value)
-            self.parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{py:.1f}" y2="{py:.1f}" stroke="{_GRID}"/>')
+            self.parts.append(
+                f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{py:.1f}" y2="{py:.1f}" stroke="{_GRID}"/>'
+            )
             self.text(_LEFT - 7, py + 3.5, label(value), "end")
         for value in ticks(self.x0, self.x1, 6):
             self.text(self.px(value), HEIGHT - _BOTTOM + 16, label(value), "middle")
@@ -153,10 +155,10 @@ def scatter(
     y_title: str,
     x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
-    shade: tuple[float, float, str] | None = None,
+    shade: tuple[float, float, float, str] | None = None,
     curve: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """Bubbles. `shade` is (x low, x high, text): a region that is marked; `curve` is a dotted guide."""
+    """Bubbles. `shade` is (x low, x high, y low, text): a region that is marked; `curve` is a dotted guide."""
     kept = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
     if not kept:
         return ""
@@ -166,10 +168,11 @@ def scatter(
     if shade:
         left, right = frame.px(shade[0]), frame.px(shade[1])
         frame.parts.append(
-            f'<rect x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0):.1f}" height="{HEIGHT - _TOP - _BOTTOM}" '
+            f'<rect x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0):.1f}" '
+            f'height="{max(frame.py(shade[2]) - _TOP, 0):.1f}" '
             f'fill="#0f8a7e" opacity="0.09"/>'
         )
-        frame.text(left + 6, _TOP + 13, shade[2], "start", "#0b6e65")
+        frame.text(left + 6, _TOP + 13, shade[3], "start", "#0b6e65")
     if curve:
         path = " ".join(f"{frame.px(a):.1f},{frame.py(b):.1f}" for a, b in curve)
         frame.parts.append(f'<polyline points="{path}" fill="none" stroke="{_AXIS}" stroke-dasharray="2 4"/>')
@@ -225,11 +228,11 @@ def _runs(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float
     return [run for run in runs if run]
 
 
-def interval_chart(rows: Sequence[Interval], width: int = 620) -> str:
+def interval_chart(rows: Sequence[Interval], width: int = 460) -> str:
     """Estimates of shares with their confidence intervals, one a line, on an axis from 0 to 100 %."""
     if not rows:
         return ""
-    left, right, line = 170, 60, 26
+    left, right, line = 74, 62, 26
     height = line * len(rows) + 34
 
     def px(share: float) -> float:
@@ -242,7 +245,9 @@ def interval_chart(rows: Sequence[Interval], width: int = 620) -> str:
         parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{100 * share:g} %</text>')
     for i, row in enumerate(rows):
         y = 4 + line * i + line / 2
-        parts.append(f'<text x="{left - 12}" y="{y + 4:.1f}" text-anchor="end" fill="#1f2733">{escape(row.label)}</text>')
+        parts.append(
+            f'<text x="{left - 12}" y="{y + 4:.1f}" text-anchor="end" fill="#1f2733">{escape(row.label)}</text>'
+        )
         parts.append(
             f'<line x1="{px(row.low):.1f}" x2="{px(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}" '
             f'stroke="{escape(row.color)}" stroke-width="3" stroke-linecap="round" opacity="0.45"/>'
