@@ -93,7 +93,8 @@ class _Frame:
         if y_title:
             middle = (_TOP + base) / 2
             self.parts.append(
-                f'<text transform="translate(13 {middle:.1f}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>'
+                f'<text transform="translate(13 {middle:.1f}) rotate(-90)" text-anchor="middle">'
+                f"{escape(y_title)}</text>"
             )
 
     def px(self, x: float) -> float:
@@ -144,7 +145,8 @@ def histogram(bars: Sequence[Bar], x_title: str, y_title: str) -> str:
         top, bottom = frame.py(start + bar.count), frame.py(start)
         frame.parts.append(
             f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{max(right - left - 2, 0.5):.1f}" '
-            f'height="{max(bottom - top, 0):.1f}" fill="{escape(bar.color)}" rx="1.5"><title>{escape(bar.title)}</title></rect>'
+            f'height="{max(bottom - top, 0):.1f}" fill="{escape(bar.color)}" rx="1.5">'
+            f"<title>{escape(bar.title)}</title></rect>"
         )
     return frame.svg(f"{y_title} by {x_title}")
 
@@ -268,8 +270,8 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], width: int = 940) -> st
         if count > 0:
             tip = escape(f"{name}: {count:g} ({100 * share:.1f} %)")
             out.append(
-                f'<rect x="{x:.1f}" y="0" width="{max(share * width - 1.5, 0.5):.1f}" height="22" fill="{escape(color)}" '
-                f'rx="2"><title>{tip}</title></rect>'
+                f'<rect x="{x:.1f}" y="0" width="{max(share * width - 1.5, 0.5):.1f}" height="22" '
+                f'fill="{escape(color)}" rx="2"><title>{tip}</title></rect>'
             )
         x += share * width
         text = f"{name} {count:g} ({100 * share:.0f} %)"

@@ -89,7 +89,7 @@ def last_of_each_step(rows: Iterable[JsonDict]) -> list[JsonDict]:
 
 def outcome(row: Mapping[str, Any]) -> str:
     """ "all wrong", "all right", "mixed", or "unscorable" where nothing could be scored."""
-    if row.get("right", 0) + row.get("wrong", 0) == 0 or row.get("mean") is None:
+    if row.get("mean") is None or row.get("variance") is None:
         return "unscorable"
     if row["variance"] > 0:
         return "mixed"

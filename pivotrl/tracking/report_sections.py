@@ -24,17 +24,24 @@ _MESSAGE_CHARS = 900
 
 # Curves of the loop: title and the metrics it shows (those that a run has), with short names for the legend.
 _CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("Reward of the rollouts", (("reward_mean", "mean reward"), ("reward", "mean reward"))),
-    ("Groups of mixed outcome (share)", (("mixed_group_share", "mixed"), ("mixed_share", "mixed"))),
-    ("Standard deviation inside a group", (("group_std_mean", "std"), ("group_std", "std"))),
+    ("Reward of the rollouts", (("reward", "mean reward"),)),
+    ("Groups of mixed outcome (share)", (("mixed_groups", "mixed"),)),
+    ("Standard deviation inside a group", (("group_std", "std"),)),
     ("Loss", (("loss", "loss"),)),
-    (
-        "KL to the start, and trainer - engine mismatch",
-        (("kl", "KL"), ("kl_mean", "KL"), ("mismatch", "mismatch"), ("mismatch_mean", "mismatch")),
-    ),
+    ("KL to the start; trainer against engine", (("kl", "KL"), ("mismatch_abs", "mean |log-prob difference|"))),
     ("Gradient norm", (("grad_norm", "norm"),)),
     ("Entropy", (("entropy", "entropy"),)),
-    ("Share clipped", (("clip_fraction", "clipped"),)),
+    ("Shares of the rollouts", (("unscorable", "unscorable"), ("truncated", "truncated"), ("malformed", "malformed"))),
+    ("Tokens of an action", (("completion_tokens", "tokens"),)),
+    (
+        "Seconds of a step",
+        (
+            ("seconds", "all"),
+            ("seconds_generate", "generate"),
+            ("seconds_train", "train"),
+            ("seconds_refit", "refit"),
+        ),
+    ),
 )
 
 
@@ -284,21 +291,18 @@ def _families(summary: Mapping[str, Any]) -> JsonDict | None:
     return {"columns": [results.NAMES.get(n, n) for n in by_policy], "rows": rows}
 
 
-def _differences(differences: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Paired differences as they are written: nested names, leaves a number or {"difference", "ci", "p"}."""
+def _differences(differences: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Rows of {"pivotrl - base": {"greedy": {"difference": 0.1, "ci": [low, high]}}}, in points."""
     rows: list[tuple[str, str]] = []
-    for key, value in differences.items():
-        name = f"{prefix}{key}".replace("_", " ")
-        if isinstance(value, Mapping) and not any(isinstance(v, Mapping) for v in value.values()):
-            parts = []
-            for k, v in value.items():
-                shown = ", ".join(number(x) for x in v) if isinstance(v, list) else number(v)
-                parts.append(f"{k.replace('_', ' ')} {f'[{shown}]' if isinstance(v, list) else shown}")
-            rows.append((name, "; ".join(parts)))
-        elif isinstance(value, Mapping):
-            rows += _differences(value, f"{name} · ")
-        else:
-            rows.append((name, number(value)))
+    for pair, modes in differences.items():
+        for mode, found in modes.items():
+            if found.get("difference") is None:
+                continue
+            text = f"{100 * found['difference']:+.1f} points"
+            if interval := found.get("ci"):
+                text += f" [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+            names = " − ".join(results.NAMES.get(n, n) for n in pair.split(" - "))
+            rows.append((f"{names}, {results.COLUMNS.get(mode, mode)}", text))
     return rows
 
 

@@ -62,7 +62,7 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
                     {"role": "system", "content": "You are an agent of an outdoor shop."},
                     {
                         "role": "user",
-                        "content": f"Hello, my order W{1000 + i} arrived with a torn sleeve. {HOSTILE if i == 3 else ''}",
+                        "content": f"Hello, my order W{1000 + i} has a torn sleeve. {HOSTILE if i == 3 else ''}",
                     },
                     {
                         "role": "assistant",
@@ -131,12 +131,12 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
         metrics.append(
             {
                 "step": step,
-                "reward_mean": 0.3 + 0.02 * step + draw.gauss(0, 0.03),
-                "mixed_group_share": 0.8 - 0.015 * step,
-                "group_std_mean": 0.42 - 0.006 * step,
+                "reward": 0.3 + 0.02 * step + draw.gauss(0, 0.03),
+                "mixed_groups": 0.8 - 0.015 * step,
+                "group_std": 0.42 - 0.006 * step,
                 "loss": draw.gauss(0, 0.02) if step != 9 else "nan",
                 "kl": 0.0004 * step,
-                "mismatch": 0.003 + abs(draw.gauss(0, 0.0005)),
+                "mismatch_abs": 0.003 + abs(draw.gauss(0, 0.0005)),
                 "grad_norm": 1.4 - 0.03 * step,
                 "entropy": 1.1 - 0.02 * step,
                 "seconds": 9 + draw.random(),
@@ -162,7 +162,7 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
                 "sft": {"greedy": {**better, "success": 0.45}, "sampled": better, "ood": {**ood, "accuracy": 0.39}},
                 "pivotrl": {"greedy": better, "sampled": better, "ood": ood},
             },
-            "differences": {"pivotrl_minus_base": {"greedy": {"difference": 0.25, "ci": [0.1, 0.4]}}},
+            "differences": {"pivotrl - base": {"greedy": {"difference": 0.25, "ci": [0.1, 0.4]}}},
         },
     )
     stages = {
@@ -176,7 +176,7 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
 class _Balance(HTMLParser):
     """Checks that tags close in order and that nothing is loaded from outside."""
 
-    VOID = {"meta", "br", "img", "link", "input", "hr"}
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,8 @@ class _Balance(HTMLParser):
         self.tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, tag
+        assert self.open, tag
+        assert self.open.pop() == tag, tag
 
 
 def check_html(text: str) -> list[str]:
@@ -216,6 +217,7 @@ def test_full_run_shows_every_section(tmp_path: Path) -> None:
     assert tags.count("svg") >= 12
     assert json.loads((tmp_path / "demo/report/summary.json").read_text())["examples"] == 8 == summary["examples"]
     assert "25.0 % [13.0, 41.0] n=40" in text
+    assert "PivotRL − Base, greedy</td><td>+25.0 points [+10.0, +40.0]" in text
     assert "864\u202f000" in text  # prompt tokens of the profile in the ledger
 
 
