@@ -32,7 +32,7 @@ all that depends on it; its old folder moves to <run_dir>/superseded/.
 
 Key overrides: experiment=demo|tau2|swe|terminal|search, trajectories.path, model=..., run_dir, run.stages
 Example:       pivotrl run experiment=demo""",
-    "verify": """Reads   --input FILE    JSONL rows {"id"?, "tools"?, "expected": message, "completion": text or message}
+    "verify": """Reads   --input FILE    JSONL rows {"id"?, "tools"?, "expected": message, "completion": text|message}
 Writes  --output FILE   one row for each, in order: {"id"?, "reward": 0 to 1 or null (unscorable), "reason"}
 
 Key overrides: domain=..., domain.verifier.name, domain.verifier.options
@@ -169,10 +169,12 @@ def _make_way(run_dir: Path, stage: str, why: list[str]) -> None:
 
 
 def _print_summary(stage: str, summary: Mapping[str, Any], directory: Path, seconds: float) -> None:
-    facts = [f"{k}={_number(v)}" for k, v in summary.items() if isinstance(v, int | float | str) and k != "fingerprint"]
-    print(
-        f"{stage}: done in {seconds:.1f} s -> {directory}" + (f" ({', '.join(facts[:8])})" if facts else ""), flush=True
-    )
+    facts = []
+    for key, value in summary.items():
+        inner = value.items() if isinstance(value, Mapping) and key != "fingerprint" else [("", value)]
+        facts += [f"{key}{'.' if k else ''}{k}={_number(v)}" for k, v in inner if isinstance(v, int | float | str)]
+    shown = f" ({', '.join(facts[:8])})" if facts else ""
+    print(f"{stage}: done in {seconds:.1f} s -> {directory}{shown}", flush=True)
 
 
 def _number(value: Any) -> str:

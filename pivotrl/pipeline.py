@@ -47,7 +47,8 @@ def run(cfg: Config, overrides: Sequence[str]) -> int:
             seconds = time.monotonic() - begun
             ledger.add(stage, seconds, peak_gib, code)
             if code:
-                _say(f"{title}: {_ending(code)} after {duration(seconds)}. The same command continues from here.")
+                then = "Mend what it says above" if code == 2 else "The same command continues from here"
+                _say(f"{title}: {_ending(code)} after {duration(seconds)}. {then}.")
                 return code if code > 0 else 128 - code
             total = duration(time.monotonic() - started)
             _say(f"{title}: {duration(seconds)}, peak memory {peak_gib:.1f} GiB; total {total}")

@@ -62,7 +62,7 @@ class Tracker:
             self._file.close()
             self._file = None
         if self._wandb is not None:
-            self._guard(lambda: self._wandb.finish(quiet=True), "finish")
+            self._guard(lambda: self._wandb.finish(), "finish")
             self._wandb = None
 
     def __enter__(self) -> Tracker:

@@ -88,7 +88,7 @@ class FakeWandb(types.ModuleType):
         self._maybe("log")
         self.logged.append(row)
 
-    def finish(self, **k: Any) -> None:
+    def finish(self) -> None:
         self._maybe("finish")
 
 
