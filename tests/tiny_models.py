@@ -35,9 +35,13 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
 
     torch.manual_seed(seed)
     if name == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": True, **changes}))
+        model = LlamaForCausalLM(
+            LlamaConfig(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": True, **changes})
+        )
     elif name == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": False, **changes}))
+        model = Qwen3ForCausalLM(
+            Qwen3Config(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": False, **changes})
+        )
     else:
         moe = dict(
             num_hidden_layers=3,
@@ -62,3 +66,18 @@ def save_tiny(name: str, path: Path, **changes: Any) -> Any:
     model = tiny_model(name, **changes)
     model.save_pretrained(path)
     return model
+
+
+def on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5 fuses experts in memory; names and tensors as its files have them (one a expert and projection)."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        base = name.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):  # [E, 2 * I, H]
+            for e, fused in enumerate(tensor):
+                out[f"{base}.{e}.gate_proj.weight"], out[f"{base}.{e}.up_proj.weight"] = fused.chunk(2, 0)
+        elif name.endswith("experts.down_proj"):  # [E, H, I]
+            out.update({f"{base}.{e}.down_proj.weight": t for e, t in enumerate(tensor)})
+        else:
+            out[name] = tensor
+    return out

@@ -1,4 +1,4 @@
-"""Check of a tool call's arguments against the part of JSON Schema that tools here use. Never coerces (1 is not "1")."""
+"""Check of a tool call's arguments against the part of JSON Schema that tools here use. Never coerces: 1 is not "1"."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def run_episodes(
 ) -> list[EpisodeResult]:
     """Play every task `trials` times; results in the order of (task, trial).
 
-    `act` gets the messages and tools of all unfinished episodes (read-only) and returns one action each. What `act` raises
-    is the engine's error, not an episode's, and is passed on. Raises ValueError if it returns another number of actions.
+    `act` gets the messages and tools of all unfinished episodes (read-only) and returns one action each. What `act`
+    raises is the engine's error, not an episode's: it is passed on. Raises ValueError for another number of actions.
     """
     running = [_Running(task, trial) for task in tasks for trial in range(trials)]
     for one in running:

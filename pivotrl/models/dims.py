@@ -36,7 +36,9 @@ class Dims:
 def need(config: HFConfig, key: str) -> Any:
     """`config[key]`, or a UserError that names the key."""
     if config.get(key) is None:
-        raise UserError(f"config.json: key '{key}' is missing; it is needed to build a '{config.get('model_type')}' model")
+        raise UserError(
+            f"config.json: key '{key}' is missing; it is needed to build a '{config.get('model_type')}' model"
+        )
     return config[key]
 
 
@@ -54,7 +56,9 @@ def rope_theta(config: HFConfig) -> float:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
-        raise UserError(f"config.json: rope type '{kind}' is not supported (only 'default'); use a model without RoPE scaling")
+        raise UserError(
+            f"config.json: rope type '{kind}' is not supported (only 'default'); use a model without RoPE scaling"
+        )
     theta = parameters.get("rope_theta", config.get("rope_theta"))
     return float(10000.0 if theta is None else theta)
 

@@ -39,7 +39,9 @@ class ModelFolder:
                 weight_map: dict[str, str] = json.load(handle)["weight_map"]
             absent = sorted({f for f in weight_map.values() if not (self.path / f).is_file()})
             if absent:
-                raise UserError(f"{self.path / INDEX}: names files that are not there: {', '.join(absent)}; fetch the model again")
+                raise UserError(
+                    f"{self.path / INDEX}: names files that are not there: {', '.join(absent)}; fetch the model again"
+                )
             return weight_map
         if (self.path / SINGLE).is_file():
             return {name: SINGLE for name in self._open(SINGLE).keys()}

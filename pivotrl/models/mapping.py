@@ -75,7 +75,9 @@ def plan(rules: Sequence[Rule], dims: Dims) -> dict[str, Entry]:
     def add(rule: Rule, layer: int | None, expert: int | None) -> None:
         names = {"layer": layer, "expert": expert}
         shapes = tuple(tuple(dims.size(d) for d in shape) for shape in rule.shapes)
-        table[rule.megatron.format(**names)] = Entry(rule, tuple(n.format(**names) for n in rule.hf), shapes, layer, expert)
+        table[rule.megatron.format(**names)] = Entry(
+            rule, tuple(n.format(**names) for n in rule.hf), shapes, layer, expert
+        )
 
     def is_layer(rule: Rule) -> bool:
         return "{layer}" in rule.megatron
@@ -105,7 +107,9 @@ def global_name(local: str, place: Place, experts: int) -> str:
     return _EXPERT.sub(lambda m: str(int(m[0]) + place.ep_rank * (experts // place.ep_size)), name)
 
 
-def check_source(table: Mapping[str, Entry], shapes: Mapping[str, Sequence[int]], ignored: Iterable[str], where: str) -> None:
+def check_source(
+    table: Mapping[str, Entry], shapes: Mapping[str, Sequence[int]], ignored: Iterable[str], where: str
+) -> None:
     """Raise UserError that names every missing, unknown or misshapen tensor of a Hugging Face source.
 
     Args: `shapes` of the source by name; `ignored` regular expressions of names that carry nothing; `where` for the message.
@@ -166,7 +170,9 @@ def split(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
         full = torch.cat([full, full.new_zeros(padded, *full.shape[1:])]) if padded else full
     halves = full.chunk(2, 0) if rule.layout == "gate_up" else (full,)
     if any(h.shape[rule.axis] % size for h in halves):
-        raise UserError(f"{entry.hf}: {list(full.shape)} cannot be split over {size} ranks; choose a parallel size that divides it")
+        raise UserError(
+            f"{entry.hf}: {list(full.shape)} cannot be split over {size} ranks; choose a parallel size that divides it"
+        )
     return torch.cat([h.chunk(size, rule.axis)[rank] for h in halves], 0)
 
 

@@ -55,7 +55,9 @@ def dims(config: HFConfig) -> Dims:
 def to_megatron_kwargs(config: HFConfig) -> dict[str, Any]:
     d = dims(config)
     if not config.get("norm_topk_prob", False):
-        raise UserError("config.json: 'norm_topk_prob: false' is not supported; the router here normalises over the top k")
+        raise UserError(
+            "config.json: 'norm_topk_prob: false' is not supported; the router here normalises over the top k"
+        )
     return {
         **megatron_kwargs(config, d),
         "qk_layernorm": True,

@@ -48,7 +48,9 @@ def initialise(parallel: Parallel) -> None:
     wanted = Layout(parallel.tensor, parallel.pipeline, parallel.expert, parallel.expert_tensor)
     if groups.model_parallel_is_initialized():
         if wanted != _layout:
-            raise RuntimeError(f"this process has the layout {_layout}; call shutdown_groups() before asking for {wanted}")
+            raise RuntimeError(
+                f"this process has the layout {_layout}; call shutdown_groups() before asking for {wanted}"
+            )
         return
     cpu_shim.enable()
     groups.initialize_model_parallel(

@@ -44,7 +44,9 @@ class PolicyModel(GPTModel):
         group = groups.get_tensor_model_parallel_group()
         rank, size = group.rank(), group.size()
         if self.config.sequence_parallel:  # [S / tp, 1, H] -> [S, 1, H]; the backward sums and scatters
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=group
+            )
         elif size > 1:  # the backward sums over the ranks
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         weight = self.output_layer.weight
@@ -82,7 +84,9 @@ class PolicyModel(GPTModel):
         return out[:, torch.from_numpy(np.argsort(order)).to(device)]
 
 
-def transformer_config(settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype
+) -> TransformerConfig:
     """TransformerConfig of a family's settings, with what depends on devices, precision and parallel layout.
 
     Raises UserError where the model cannot be split so.
@@ -97,18 +101,16 @@ def transformer_config(settings: dict[str, Any], dims: Dims, parallel: Parallel,
         if size % by:
             raise UserError(f"parallel.{key}: the model has {size} {what}, which {by} does not divide")
     if dims.experts and parallel.tensor > 1 and not parallel.sequence:
-        raise UserError("parallel.sequence: megatron-core needs it for a mixture of experts with parallel.tensor > 1; set it to true")
+        raise UserError(
+            "parallel.sequence: megatron-core needs it for a mixture of experts with parallel.tensor > 1; set it to true"
+        )
     if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
         raise UserError("parallel.expert: this model has no experts; set expert and expert_tensor to 1")
     cuda = torch.cuda.is_available()
-    moe: dict[str, Any] = {}
-    if dims.experts:
-        # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
-        dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"
-        moe = {"moe_token_dispatcher_type": dispatcher, "moe_grouped_gemm": False, "moe_permute_fusion": False}
+    # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
+    dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"
     return TransformerConfig(
         **settings,
-        **moe,
         activation_func=F.silu,
         use_te_activation_func=True,  # the hook through which SwiGLU gets both halves; nothing of TE is used
         use_cpu_initialization=not cuda,
@@ -119,6 +121,9 @@ def transformer_config(settings: dict[str, Any], dims: Dims, parallel: Parallel,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        moe_token_dispatcher_type=dispatcher,
+        moe_grouped_gemm=False,
+        moe_permute_fusion=False,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         expert_model_parallel_size=parallel.expert,

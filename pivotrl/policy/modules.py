@@ -23,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         grad = grads[0].float()
-        normal = x.float().mul_(scale)
+        normal = x.float() * scale  # not in place: .float() of a float32 tensor is that tensor
         grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0)
         grad = grad * weight
         along = torch.linalg.vecdot(grad, normal).div_(x.shape[-1])[..., None]

@@ -162,11 +162,15 @@ class MegatronPolicy:
         trees = self._trees(sequences)
         self.wrapped.eval()
         with torch.no_grad():
-            self._forward_backward(trees, temperature, lambda tree, out: (keep(tree, out), (out.sum() * 0.0, {}))[1], True)
+            self._forward_backward(
+                trees, temperature, lambda tree, out: (keep(tree, out), (out.sum() * 0.0, {}))[1], True
+            )
         flat = self._on_every_rank(flat)
         return list(flat.split([len(s.targets) for s in sequences]))
 
-    def train_step(self, sequences: Sequence[TokenSequence], objective: Objective, temperature: float) -> dict[str, float]:
+    def train_step(
+        self, sequences: Sequence[TokenSequence], objective: Objective, temperature: float
+    ) -> dict[str, float]:
         """One optimiser step on the sum of the objective over all pairs of `sequences`.
 
         `objective(logprobs [P], entropy [P], pairs)` returns a scalar that is already divided by the global
@@ -187,7 +191,9 @@ class MegatronPolicy:
         def loss_of(tree: PrefixTree, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             if not len(tree.pair_row):  # a micro-batch that only takes part in the collectives
                 return out.sum() * 0.0, {}
-            pairs = PairBatch(*(torch.from_numpy(x).to(out.device) for x in (tree.pair_sequence, tree.pair_offset, tree.pair_token)))
+            pairs = PairBatch(
+                *(torch.from_numpy(x).to(out.device) for x in (tree.pair_sequence, tree.pair_offset, tree.pair_token))
+            )
             loss, metrics = objective(out[0], out[1], pairs)
             return loss, {"loss": loss.detach(), **{k: v.detach() for k, v in metrics.items()}}
 

@@ -82,7 +82,9 @@ def depth_first_order(sequences: Sequence[TokenSequence]) -> tuple[list[int], li
     return order, shared[: len(order)]
 
 
-def build_tree(sequences: Sequence[TokenSequence], indices: Sequence[int] | None = None, multiple_of: int = 1) -> PrefixTree:
+def build_tree(
+    sequences: Sequence[TokenSequence], indices: Sequence[int] | None = None, multiple_of: int = 1
+) -> PrefixTree:
     """The trie of `sequences[i] for i in indices` (all by default), padded to a multiple of `multiple_of` rows.
 
     Without any sequence the tree is padding only: a micro-batch that takes part in the collectives of a step and has

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
@@ -44,6 +45,17 @@ def load_weights(model: PolicyModel, folder: ModelFolder, family: Family, dims: 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(local_shard(name, table, dims, place, folder.tensor))
+            entry = table.get(global_name(name, place, dims.experts))
+            if entry and entry.rule.expert:
+                # with one expert-parallel rank megatron-core reduces experts over the ranks of dense weights, which is
+                # silently wrong where expert_tensor differs from tensor: several ranks then hold the same expert
+                parameter.allreduce = False  # type: ignore[attr-defined]
+            axis = entry.rule.axis if entry else 0  # without an entry: a tied head's copy of the embedding
+            if axis is not None:
+                # megatron-core sets these when it initialises weights itself; without them the gradient norm counts the
+                # shards of the first rank only
+                stride = 2 if entry and entry.rule.layout == "gate_up" else 1
+                set_tensor_model_parallel_attributes(parameter, True, axis, stride)
     folder.close()
 
 
@@ -56,10 +68,14 @@ def full_weights(model: PolicyModel, dims: Dims, table: dict[str, Entry]) -> Ite
         if entry.expert is None:
             yield from unpack(entry, _share_stage(_gather(entry, own.get(name), place), entry, model), dims)
         elif entry.expert < per_rank:  # this expert of every rank of the expert-parallel group, in one gather
-            mine = name.replace(f".local_experts.{entry.expert}.", f".local_experts.{entry.expert + place.ep_rank * per_rank}.")
+            mine = name.replace(
+                f".local_experts.{entry.expert}.", f".local_experts.{entry.expert + place.ep_rank * per_rank}."
+            )
             full = _share_stage(_gather(entry, own.get(mine), place), entry, model)
             for rank, expert in enumerate(_all_gather(full, groups.get_expert_model_parallel_group(), place.ep_size)):
-                other = name.replace(f".local_experts.{entry.expert}.", f".local_experts.{entry.expert + rank * per_rank}.")
+                other = name.replace(
+                    f".local_experts.{entry.expert}.", f".local_experts.{entry.expert + rank * per_rank}."
+                )
                 yield from unpack(table[other], expert, dims)
 
 

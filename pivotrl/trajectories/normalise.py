@@ -21,7 +21,7 @@ class RowError(Exception):
         self.detail = detail
 
 
-TEXT_PARTS = {"text", "input_text", "output_text"}
+TEXT_PARTS = ("text", "input_text", "output_text")
 THINKING_KEYS = ("thinking", "reasoning_content", "reasoning")
 
 

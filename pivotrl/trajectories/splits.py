@@ -23,8 +23,8 @@ def split_tasks(
             raise UserError(f"trajectories.{name}={value}: must be in [0, 1).")
     if warmup_fraction + validation_fraction >= 1:
         raise UserError(
-            f"trajectories.warmup_fraction={warmup_fraction} and validation_fraction={validation_fraction} leave no task "
-            "to train on. Their sum must be below 1."
+            f"trajectories.warmup_fraction={warmup_fraction} and validation_fraction={validation_fraction} leave no "
+            "task to train on. Their sum must be below 1."
         )
     ranked = sorted(set(task_ids), key=lambda task: (_rank(seed, task), task))
     room = max(len(ranked) - 1, 0)

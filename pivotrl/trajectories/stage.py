@@ -30,9 +30,7 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     (out / "summary.json").unlink(missing_ok=True)
     path = _source(cfg, out)
     tasks = {item.task_id for item in _kept_or_skipped(cfg, path) if isinstance(item, Trajectory)}
-    splits = split_tasks(
-        tasks, cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction
-    )
+    splits = split_tasks(tasks, cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
     audit = _Audit()
     temporary = [out / "turns.jsonl.tmp", out / "skipped.jsonl.tmp"]
     with temporary[0].open("w", encoding="utf-8") as turns, temporary[1].open("w", encoding="utf-8") as skipped:

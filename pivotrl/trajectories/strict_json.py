@@ -67,13 +67,13 @@ def _check_depth(value: Any) -> None:
     raise StrictJsonError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
 
 
-def _check_surrogates(text: str, end: int, value: Any) -> None:
-    # Only a \uD8xx-\uDFxx escape can make one, so almost every row pays for one search.
-    start = text.find("\\u")
-    if start < 0 or start >= end or "\\ud" not in text.lower():
-        return
+def _check_surrogates(text: str, start: int, end: int, value: Any) -> None:
+    # Raw halves come from text that was decoded loosely; escaped ones need the (slower) look at the decoded value.
+    escaped = text.find("\\ud", start, end) >= 0 or text.find("\\uD", start, end) >= 0
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        text[start:end].encode("utf-8")
+        if escaped:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise StrictJsonError("lone_surrogate", "half of a UTF-16 pair, which is no character") from error
 
@@ -89,7 +89,7 @@ def raw_decode(text: str, start: int = 0) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise StrictJsonError("not_json", f"{error.msg} at character {error.pos}") from error
     _check_depth(value)
-    _check_surrogates(text, end, value)
+    _check_surrogates(text, start, end, value)
     return value, end
 
 

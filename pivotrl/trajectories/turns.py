@@ -34,8 +34,8 @@ def merge_pieces(messages: list[JsonDict]) -> list[JsonDict]:
 
 
 def split_turns(trajectory: Trajectory, split: str) -> Iterator[Turn | Skip]:
-    """A `Turn` for each assistant turn (state: all messages before it, with their thinking, which the template drops), or
-    a `Skip`: `empty_action`, `unclosed_thinking`, `not_a_boundary` (see `merge_pieces`), `empty_state`.
+    """A `Turn` for each assistant turn (state: all messages before it, thinking kept: the template drops it), or a
+    `Skip`: `empty_action`, `unclosed_thinking`, `not_a_boundary` (see `merge_pieces`), `empty_state`.
     """
     messages = merge_pieces(trajectory.messages)
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -1,8 +1,8 @@
 """Type-aware comparison of JSON values against a JSON Schema: what "the same arguments" means.
 
-Rules (field report G4): key order does not matter, list order does unless the field is named in `unordered`; 1 equals 1.0
-only where the schema says "number"; booleans are not numbers; a default written out equals the field left out; a field
-with `enum` or `const` is compared exactly whatever its string rule.
+Rules (field report G4): key order does not matter, list order does unless the field is named in `unordered`; 1 equals
+1.0 only where the schema says "number"; booleans are not numbers; a default written out equals the field left out; a
+field with `enum` or `const` is compared exactly whatever its string rule.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def json_equal(a: Any, b: Any) -> bool:
 def resolve(schema: Any, root: JsonDict) -> Schemas:
     """The alternative object schemas behind `schema`; a reference that leads nowhere or in a circle gives none."""
     found: list[JsonDict] = []
-    queue, seen = deque([schema]), set()
+    seen: set[int] = set()
+    queue = deque([schema])
     while queue and len(seen) < 256:
         node = queue.popleft()
         if not isinstance(node, dict) or id(node) in seen:
@@ -74,17 +75,27 @@ def _types(schemas: Schemas) -> set[str]:
     names: set[str] = set()
     for schema in schemas:
         kind = schema.get("type")
-        names.update([kind] if isinstance(kind, str) else [k for k in kind if isinstance(k, str)] if isinstance(kind, list) else [])
+        names.update(
+            [kind]
+            if isinstance(kind, str)
+            else [k for k in kind if isinstance(k, str)]
+            if isinstance(kind, list)
+            else []
+        )
     return names
 
 
 def _property(schemas: Schemas, key: str, root: JsonDict) -> Schemas | None:
     """Schemas of a field, or None where no alternative declares it."""
-    declared = [s["properties"][key] for s in schemas if isinstance(s.get("properties"), dict) and key in s["properties"]]
+    declared = [
+        s["properties"][key] for s in schemas if isinstance(s.get("properties"), dict) and key in s["properties"]
+    ]
     return tuple(found for schema in declared for found in resolve(schema, root)) if declared else None
 
 
-def difference(expected: Any, actual: Any, schemas: Schemas, root: JsonDict, rules: Rules, path: str) -> Difference | None:
+def difference(
+    expected: Any, actual: Any, schemas: Schemas, root: JsonDict, rules: Rules, path: str
+) -> Difference | None:
     """The first difference of `actual` from `expected`, or None. Total; `path` begins with the tool's name."""
     if isinstance(expected, dict) and isinstance(actual, dict):
         return _objects(expected, actual, schemas, root, rules, path)
@@ -110,7 +121,9 @@ def _is_number(value: Any) -> bool:
 def _objects(
     expected: JsonDict, actual: JsonDict, schemas: Schemas, root: JsonDict, rules: Rules, path: str
 ) -> Difference | None:
-    required = {key for s in schemas if isinstance(s.get("required"), list) for key in s["required"] if isinstance(key, str)}
+    required = {
+        key for s in schemas if isinstance(s.get("required"), list) for key in s["required"] if isinstance(key, str)
+    }
     for key in [*expected, *(key for key in actual if key not in expected)]:
         field = _property(schemas, key, root)
         where = f"{path}.{key}"
@@ -129,7 +142,9 @@ def _objects(
     return None
 
 
-def _is_default(value: Any, defaults: list[Any], field: Schemas | None, root: JsonDict, rules: Rules, path: str) -> bool:
+def _is_default(
+    value: Any, defaults: list[Any], field: Schemas | None, root: JsonDict, rules: Rules, path: str
+) -> bool:
     return any(difference(default, value, field or (), root, rules, path) is None for default in defaults)
 
 
@@ -158,7 +173,8 @@ def perfect_match(left: Sequence[Any], right: Sequence[Any], same: Callable[[Any
     partner: dict[int, int] = {}  # right index -> left index
     for start in range(len(left)):
         came_from: dict[int, int] = {}  # right index -> left index it was reached from
-        queue, end = deque([start]), None
+        queue = deque([start])
+        end: int | None = None
         while queue and end is None:
             i = queue.popleft()
             for j in edges[i]:
@@ -171,10 +187,9 @@ def perfect_match(left: Sequence[Any], right: Sequence[Any], same: Callable[[Any
                 queue.append(partner[j])
         if end is None:
             return False
-        j: int | None = end
-        while j is not None:
-            i = came_from[j]
+        while end is not None:  # flip the path back to `start`
+            i = came_from[end]
             before = next((k for k, owner in partner.items() if owner == i), None)
-            partner[j] = i
-            j = before
+            partner[end] = i
+            end = before
     return True

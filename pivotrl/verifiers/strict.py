@@ -1,4 +1,4 @@
-"""r_strict (method.md eq. 2): the action is the demonstrated one, and nothing else counts. The naive local-RL baseline."""
+"""r_strict (method.md eq. 2): the action is the demonstrated one, nothing else counts; the naive local-RL baseline."""
 
 from __future__ import annotations
 

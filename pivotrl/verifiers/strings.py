@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 from pivotrl.errors import UserError
 
@@ -54,7 +55,7 @@ def overlap(expected: str, actual: str) -> float:
 
 def _grams(text: str) -> Counter[str]:
     words = text.split()
-    return Counter(words) + Counter(f"{a} {b}" for a, b in zip(words, words[1:], strict=False))
+    return Counter(words) + Counter(f"{a} {b}" for a, b in pairwise(words))
 
 
 def _with_digits(text: str) -> Counter[str]:

@@ -16,7 +16,8 @@ def sequences(draw: st.DrawFn) -> list[TokenSequence]:
     ids = st.lists(st.integers(0, 2), min_size=1, max_size=9)
     rows = draw(st.lists(ids, min_size=1, max_size=9))
     return [
-        TokenSequence(tuple(r), tuple(sorted(draw(st.sets(st.integers(1, len(r) - 1)))) if len(r) > 1 else ())) for r in rows
+        TokenSequence(tuple(r), tuple(sorted(draw(st.sets(st.integers(1, len(r) - 1)))) if len(r) > 1 else ()))
+        for r in rows
     ]
 
 
@@ -60,7 +61,9 @@ def test_segments_cover_the_rows_and_are_maximal(seqs: list[TokenSequence]) -> N
         if s.parent >= 0:
             parent = tree.segments[s.parent]
             assert parent.end <= s.start and s.subtree_end <= parent.subtree_end
-            assert parent.subtree_end > s.subtree_end or parent.end < s.start, "an only child belongs to its parent's segment"
+            assert parent.subtree_end > s.subtree_end or parent.end < s.start, (
+                "an only child belongs to its parent's segment"
+            )
             assert tree.position_ids[s.start] == tree.position_ids[parent.end - 1] + 1
         else:
             assert tree.position_ids[s.start] == 0
@@ -81,7 +84,9 @@ def test_schedule_covers_once_within_budget_and_evenly(seqs: list[TokenSequence]
 
 def test_five_long_against_five_short_sequences_need_equal_rounds() -> None:
     """Field report D1: lengths [95 x 5] and [20 x 5] under a cap of 100."""
-    seqs = [TokenSequence.of([i] * 90, [9] * 5) for i in range(5)] + [TokenSequence.of([10 + i] * 15, [9] * 5) for i in range(5)]
+    seqs = [TokenSequence.of([i] * 90, [9] * 5) for i in range(5)] + [
+        TokenSequence.of([10 + i] * 15, [9] * 5) for i in range(5)
+    ]
     plan = schedule(seqs, 100, 2)
     assert len(plan[0]) == len(plan[1])
     assert all(build_tree(seqs, b).tokens_unique <= 100 for rank in plan for b in rank)

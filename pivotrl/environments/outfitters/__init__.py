@@ -1,4 +1,4 @@
-"""Outfitters: the order desk of a small outdoor-gear shop, a conversational tool-use environment (docs/environment.md)."""
+"""Outfitters: the order desk of an outdoor-gear shop, a conversational tool-use environment (docs/environment.md)."""
 
 from __future__ import annotations
 

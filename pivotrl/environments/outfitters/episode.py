@@ -146,6 +146,8 @@ class OutfittersEpisode:
         done, right = self.writes[0].arguments, self.right.arguments
         names = {"item": "items", "new_item": "variant", "to": "method"}
         for key in right:
-            if done[key] != right[key]:
-                return f"wrong_{names.get(key, key)}"
+            # Items may be named in any order.
+            same = sorted(done[key]) == sorted(right[key]) if key == "items" else done[key] == right[key]
+            if not same:
+                return f"wrong_{names.get(key, key)}"  # order, items, variant, method, address
         return "wrong_state"

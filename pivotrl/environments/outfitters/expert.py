@@ -1,4 +1,4 @@
-"""The scripted expert: decides from what the tools returned, as an agent must, in many wordings and orders of look-ups."""
+"""The scripted expert: decides from what the tools returned, as an agent must; words and order of look-ups vary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WHY = {
 
 
 class Expert:
-    """Plays one episode. The wish is read from the task (a person understands the customer), the facts from the tools."""
+    """Plays one episode. The wish is read from the task (understanding it is not at issue), the facts from tools."""
 
     def __init__(self, task: Task, run: int) -> None:
         self.rng = Random(f"{NAME}/{VERSION}/expert/{task.id}/{run}")

@@ -1,4 +1,4 @@
-"""The policy as code: what an order desk that keeps every rule does for a wish. Judges and task generation rest on it."""
+"""The policy as code: what an order desk that keeps every rule does for a wish. The judge rests on it."""
 
 from __future__ import annotations
 

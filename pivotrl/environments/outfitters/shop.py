@@ -7,8 +7,8 @@ Database (plain JSON):
     stock: {product: {sku: count}}
     transfers: [reason]
 
-Tools refuse only what is impossible (an unknown id, an item that is not in the order). What the policy forbids they carry
-out: keeping the policy is the agent's part, and the final state shows whether it did.
+Tools refuse only what is impossible (an unknown id, an item that is not in the order). What the policy forbids they
+carry out: keeping the policy is the agent's part, and the final state shows whether it did.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ _FUNCTIONS: dict[str, Callable[..., JsonDict]] = {
 
 
 def execute(db: JsonDict, call: ToolCall) -> JsonDict:
-    """Carry out one call on `db`, in place. Total: what is wrong comes back as {"error": words} and `db` is unchanged."""
-    if call.name not in _FUNCTIONS:
+    """Carry out one call on `db`, in place. Total: what is wrong comes back as {"error": words}, `db` unchanged."""
+    if not isinstance(call.name, str) or call.name not in _FUNCTIONS:
         return {"error": f"no such tool: {str(call.name)[:40]}"}
     if problem := check_value(call.arguments, _PARAMETERS[call.name], "arguments"):
         return {"error": problem}

@@ -1,12 +1,12 @@
 """Procedural tasks. A task's spec is self-contained JSON:
 
     db       the shop's database (shop.py)
-    request  {"kind": "cancel" | "return" | "exchange" | "address" | "question", "order": id, "items": [sku], and by kind
-              "want" and "fallback" (skus), "address", "topic" (one of TOPICS), "sku"}
+    request  {"kind": "cancel" | "return" | "exchange" | "address" | "question", "order": id, "items": [sku], and by
+              kind "want" and "fallback" (skus), "address", "topic" (one of TOPICS), "sku"}
     user     {"name", "knows_order": bool, "opens_with_order", "opens_with_name", "opens_with_address": bool,
               "asks_for": refund method | None}
 
-Train and test draw their names, addresses and order numbers from disjoint sets, so no task of one can occur in the other.
+Train and test draw their names, addresses and order numbers from disjoint sets: no task of one occurs in the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The customer: a templated user that answers any agent text, and ends the dialogue when served (or made to believe so).
+"""The customer: a templated user that answers any text, and ends the dialogue when served (or made to believe so).
 
 It knows its wish and its own data, not the shop's rules: it agrees to whatever fits the wish (a refund to the wrong
 method too), so the agent's decisions are judged by the state, not corrected by the user.
@@ -16,7 +16,10 @@ from pivotrl.trajectories.schema import JsonDict, ToolCall
 
 _ORDER_ID = re.compile(r"\bW\d{4}\b")
 _SKU = re.compile(r"\b[a-z]+-[a-z]+-\w+\b")
-_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w]|\.\d)")
+# A number on its own: not part of an id, of a sku or of a size.
+_NUMBER = re.compile(r"(?<![\w.])(\d+)(?:\.00)?(?!\w|\.\d)")
+_NO_NUMBERS = re.compile(rf"{_ORDER_ID.pattern}|{_SKU.pattern}|\bsize \w+", re.IGNORECASE)
+_NONE_LEFT = re.compile(r"\b(none|sold out|out of stock|no more)\b")
 _ASKS_ORDER = re.compile(r"\border (number|id|no)\b|\bwhich order\b|\bnumber of (the|your) order\b")
 _ASKS_NAME = re.compile(r"\b(your|full|customer) name\b|\bwho (am i|are you)\b")
 _ASKS_ADDRESS = re.compile(r"\b(what|which|new|give|tell)\b.*\baddress\b|\bwhere\b.*\b(send|ship|go)\b")
@@ -28,6 +31,7 @@ _CLAIM = re.compile(
 )
 _HANDED_OVER = re.compile(r"\b(human|colleague|specialist|transfer\w*|supervisor|person|team)\b")
 _WORDS = {"status": STATUSES, "method": ("card", "credit"), "returnable": ("yes", "no")}
+_REFUSAL = re.compile(r"\b(cannot|can't|can not|unable|not possible|sorry|not allowed)\b")
 _STEMS = {
     "cancel": ("cancel",),
     "return": ("return", "refund", "take back", "send back"),
@@ -51,16 +55,16 @@ def says_variant(text: str, sku: str) -> bool:
     return bool(re.search(rf"\b{colour}\b", bare) and re.search(rf"\bsize {size}\b", bare))
 
 
-def says_number(text: str, number: str) -> bool:
-    """Whether a text has the number on its own (not inside an order id or a sku)."""
-    return number in _NUMBER.findall(_SKU.sub(" ", _ORDER_ID.sub(" ", text)))
+def _numbers(text: str) -> list[str]:
+    """Numbers on their own (not inside an order id, a sku or a size)."""
+    found = _NUMBER.findall(_NO_NUMBERS.sub(" ", text))
+    return found or (["0"] if _NONE_LEFT.search(text.lower()) else [])
 
 
 def says_answer(text: str, topic: str, answer: str) -> bool:
-    lower = text.lower()
     if topic not in _WORDS:
-        return says_number(text, answer)
-    return _words_said(lower, topic) == [answer]  # naming several is no answer
+        return answer in _numbers(text)
+    return _words_said(text.lower(), topic) == [answer]  # naming several is no answer
 
 
 def _words_said(lower: str, topic: str) -> list[str]:
@@ -76,7 +80,7 @@ def says_outcome(text: str, write: ToolCall, result: JsonDict) -> bool:
         return says_variant(lower, write.arguments["new_item"])
     if write.name == "change_address":
         return " ".join(write.arguments["address"].lower().split()) in lower
-    return says_number(text, str(result["refund"]))
+    return str(result["refund"]) in _numbers(text)
 
 
 @dataclass
@@ -89,7 +93,6 @@ class Customer:
     claimed: bool = False  # was told, without any write, that the wish is done
     served: bool = False
     _patience: int = 1  # times it asks again when a change was made but not told
-    _silences: int = 0
     _turn: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -120,10 +123,7 @@ class Customer:
 
     def _hear_answer(self, text: str, lower: str) -> str | None:
         topic = self.request["topic"]
-        if topic in _WORDS:
-            found = bool(_words_said(lower, topic))
-        else:
-            found = bool(_NUMBER.search(_SKU.sub(" ", _ORDER_ID.sub(" ", text))))
+        found = _words_said(lower, topic) if topic in _WORDS else _numbers(text)
         if found and ("?" not in text or says_answer(text, topic, self.spec["answer"])):
             self.served = True
             return None
@@ -137,36 +137,45 @@ class Customer:
         others = set(_ORDER_ID.findall(text)) - {self.request["order"]}
         if others and self.spec["user"]["knows_order"]:
             return f"No, my order is {self.request['order']}."
-        if (objection := self._objection(kind, text, lower)) is not None:
-            return objection or self._agree(lower)
-        if supplied := self._supply(text, lower):
-            return supplied
-        if re.search(r"\b(cannot|can't|can not|unable|not possible|sorry|not allowed)\b", lower):
-            return self._pick(
-                "refused", ("Then please pass me on to someone who can decide.", "Who can decide that, then?")
-            )
-        return self._repeat()
+        # "I cannot cancel W1234" proposes nothing; "Red is gone, sorry. Shall I send blue?" does.
+        if "?" not in text and _REFUSAL.search(lower):
+            return self._pick("refused", ("Then please pass me on to someone who can.", "Who can decide that, then?"))
+        if self._fits(kind, text, lower):
+            return self._agree(lower)
+        if kind == "return" and (objection := self._objection(lower)):
+            return objection
+        return self._supply(text, lower) or self._repeat()
 
-    def _objection(self, kind: str, text: str, lower: str) -> str | None:
-        """ "" where the text proposes what is wished, a correction where it nearly does, None where it proposes nothing."""
-        if not any(stem in lower for stem in _STEMS[kind]):
-            return None
+    def _named(self, lower: str) -> set[str]:
+        """Products of the customer's order that a text names."""
         order = self.spec["db"]["orders"][self.request["order"]]
-        named = {product_of(sku) for sku in order["items"] if re.search(rf"\b{product_of(sku)}", lower)}
-        wished = {product_of(sku) for sku in self.request["items"]}
+        return {product_of(sku) for sku in order["items"] if re.search(rf"\b{product_of(sku)}", lower)}
+
+    def _wished(self) -> set[str]:
+        return {product_of(sku) for sku in self.request["items"]}
+
+    def _fits(self, kind: str, text: str, lower: str) -> bool:
+        """Whether a text proposes what the customer wishes, as far as the customer can tell."""
+        if not any(stem in lower for stem in _STEMS[kind]):
+            return False
         if kind == "cancel":
-            return "" if self.request["order"] in text or named else None
+            return self.request["order"] in text or bool(self._named(lower))
         if kind == "address":
-            return "" if self.request["address"].lower() in lower else None
+            return self.request["address"].lower() in lower
         if kind == "exchange":
             rest = lower.replace(self.request["items"][0], " ")
             choices = [sku for sku in (self.request["want"], self.request["fallback"]) if sku]
-            return "" if any(says_variant(rest, sku) for sku in choices) else None
-        if not named:
+            return any(says_variant(rest, sku) for sku in choices)
+        return self._named(lower) == self._wished() and bool(re.search(r"\b(card|credit)\b", lower))
+
+    def _objection(self, lower: str) -> str | None:
+        """What is amiss with a proposed return that nearly fits."""
+        named = self._named(lower)
+        if not named or not any(stem in lower for stem in _STEMS["return"]):
             return None
-        if named != wished:
+        if named != self._wished():
             return f"I only want to return the {_list(self.request['items'])}."
-        return "" if re.search(r"\b(card|credit)\b", lower) else "How would I get the money back?"
+        return "How would I get the money back?"
 
     def _agree(self, lower: str) -> str:
         self.agreed = True

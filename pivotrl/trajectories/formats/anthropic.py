@@ -8,7 +8,7 @@ from pivotrl.trajectories.formats.base import Format, Parsed, describe
 from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
-BLOCKS = {"tool_use", "tool_result", "thinking", "redacted_thinking"}
+BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def _matches(row: JsonDict) -> bool:
