@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ all that depends on it; its old folder moves to <run_dir>/superseded/.
 
 Key overrides: experiment=demo|tau2|swe|terminal|search, trajectories.path, model=..., run_dir, run.stages
 Example:       pivotrl run experiment=demo""",
-    "verify": """Reads   --input FILE    JSONL rows, each with a state, a demonstrated action and a completion
-Writes  --output FILE   the same rows with reward and reason
+    "verify": """Reads   --input FILE    JSONL rows {"id"?, "tools"?, "expected": message, "completion": text|message}
+Writes  --output FILE   one row for each, in order: {"id"?, "reward": 0 to 1 or null (unscorable), "reason"}
 
 Key overrides: domain=..., domain.verifier.name, domain.verifier.options
 Example:       pivotrl verify --input rows.jsonl --output scored.jsonl domain=tau2""",
@@ -71,7 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         log = _write_crash(context.get("run_dir"), command)
-        print(f"pivotrl {command}: crashed: {type(error).__name__}: {_one_line(error)}. Traceback: {log}", file=sys.stderr)
+        print(
+            f"pivotrl {command}: crashed: {type(error).__name__}: {_one_line(error)}. Traceback: {log}", file=sys.stderr
+        )
         return 1
 
 
@@ -153,7 +155,7 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
 
 
 def _make_way(run_dir: Path, stage: str, why: list[str]) -> None:
-    """A finished result of another configuration moves aside; interrupted work of another one is not mixed with ours."""
+    """A finished result of another configuration moves aside; interrupted work is not mixed with ours: refused."""
     from pivotrl import stage_state
 
     directory, listed = run_dir / stage, "\n".join(f"  {line}" for line in why)
@@ -167,8 +169,12 @@ def _make_way(run_dir: Path, stage: str, why: list[str]) -> None:
 
 
 def _print_summary(stage: str, summary: Mapping[str, Any], directory: Path, seconds: float) -> None:
-    facts = [f"{k}={_number(v)}" for k, v in summary.items() if isinstance(v, int | float | str) and k != "fingerprint"]
-    print(f"{stage}: done in {seconds:.1f} s -> {directory}" + (f" ({', '.join(facts[:8])})" if facts else ""), flush=True)
+    facts = []
+    for key, value in summary.items():
+        inner = value.items() if isinstance(value, Mapping) and key != "fingerprint" else [("", value)]
+        facts += [f"{key}{'.' if k else ''}{k}={_number(v)}" for k, v in inner if isinstance(v, int | float | str)]
+    shown = f" ({', '.join(facts[:8])})" if facts else ""
+    print(f"{stage}: done in {seconds:.1f} s -> {directory}{shown}", flush=True)
 
 
 def _number(value: Any) -> str:
@@ -179,11 +185,36 @@ def _verify(cfg: Any, options: dict[str, str]) -> int:
     for name in ("input", "output"):
         if name not in options:
             raise UserError(f"give --{name} FILE (see `pivotrl verify --help`)")
+    from pivotrl.io import write_jsonl
     from pivotrl.verifiers.rows import verify_rows
 
-    counts = verify_rows(cfg.domain, Path(options["input"]), Path(options["output"]))
-    print(f"verify: {', '.join(f'{k}={v}' for k, v in counts.items())} -> {options['output']}")
+    source, counts = Path(options["input"]), {"right": 0, "wrong": 0, "partial": 0, "unscorable": 0}
+
+    def scored() -> Iterator[Any]:
+        for row in verify_rows(_json_lines(source), cfg.domain.verifier, cfg.domain.action_format):
+            reward = row["reward"]
+            kind = "unscorable" if reward is None else {1.0: "right", 0.0: "wrong"}.get(reward, "partial")
+            counts[kind] += 1
+            yield row
+
+    total = write_jsonl(Path(options["output"]), scored())
+    print(f"verify: {total} rows ({', '.join(f'{n} {k}' for k, n in counts.items() if n)}) -> {options['output']}")
     return 0
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    """Values of a JSONL file. A line that is no JSON comes as its text, so that it keeps its place (as a bad row)."""
+    import json
+
+    if not path.is_file():
+        raise UserError(f"--input {path}: no such file")
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    yield line.decode("utf-8", "replace")
 
 
 def _fetch_model(cfg: Any, options: dict[str, str]) -> int:

@@ -1,7 +1,7 @@
 """Composes the configuration with Hydra, strictly: nothing that the schema does not know gets through.
 
 Hydra composes the YAML groups of `conf/`; `pivotrl.strict` then reads the result into `pivotrl.config.Config`, so that
-every unknown key and wrong type is told at once, with its place, `+` and `++` included (Hydra itself would accept those).
+every unknown key and wrong type is told at once, with its place, `+` and `++` included (Hydra itself accepts those).
 """
 
 from __future__ import annotations
@@ -46,14 +46,19 @@ def load_config(overrides: Iterable[str] = ()) -> Config:
     folders = [config_dir(), *_searched(overrides)]
     groups = _groups(folders)
     prepared, given = _prepare(overrides, groups)
-    values, choices = _compose(prepared)
+    try:
+        values, choices = _compose(prepared)
+    except UserError:
+        # A misspelt keyword in a defaults list also surfaces as something else; tell the cause, not that.
+        _check_defaults([f for folder in folders for f in sorted(folder.rglob("*.yaml"))], groups)
+        raise
     files = _chosen_files(folders, choices)
     _check_defaults(files, groups)
     problems: list[Problem] = []
     cfg = build(Config, values, problems)
     _raise(problems, given, files)
     _absolute(cfg)
-    return cfg  # type: ignore[no-any-return]
+    return cfg
 
 
 def _searched(overrides: list[str]) -> list[Path]:
@@ -142,7 +147,8 @@ def _compose(prepared: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         raw = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise UserError(f"The configuration cannot be composed: {_first_lines(error)}") from error
-    assert isinstance(values, dict) and isinstance(raw, dict)
+    assert isinstance(values, dict)
+    assert isinstance(raw, dict)
     _mark_missing(raw, values)
     return {str(k): v for k, v in values.items()}, choices
 
@@ -172,7 +178,10 @@ def _check_defaults(files: list[Path], groups: dict[str, list[str]]) -> None:
     """Refuse defaults entries that Hydra would silently skip: it takes any first word for `optional`."""
     faults = []
     for file in files:
-        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise UserError(f"{file} is no YAML: {_first_lines(error)}") from error
         for entry in content.get("defaults", []) if isinstance(content, dict) else []:
             if not isinstance(entry, dict):
                 continue

@@ -27,7 +27,7 @@ def hold(path: Path, wait_seconds: float = 15.0) -> Iterator[None]:
                     file.seek(0)
                     pid = file.read().strip() or "unknown"
                     raise UserError(
-                        f"{path.parent.parent}: {path.name} is being run by another process (pid {pid}); wait for it, or end it"
+                        f"{path.parent.parent}: {path.name} is run by process {pid}; wait for it, or end it"
                     ) from None
                 time.sleep(0.1)
         file.seek(0)

@@ -25,13 +25,13 @@ from pivotrl.io import write_json
 from pivotrl.locks import hold
 from pivotrl.tracking.progress import duration
 
-COMMAND = (sys.executable, "-m", "pivotrl.cli")
+COMMAND: tuple[str, ...] = (sys.executable, "-m", "pivotrl.cli")
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 30.0
 
 
-def run(cfg: Config, overrides: Sequence[str], command: Sequence[str] = COMMAND) -> int:
-    """Run `cfg.run.stages`; `command` + stage + overrides starts one of them. Returns the exit code."""
+def run(cfg: Config, overrides: Sequence[str]) -> int:
+    """Run `cfg.run.stages`; `COMMAND` + stage + overrides starts one of them. Returns the exit code."""
     validate(cfg, "run")
     run_dir = Path(cfg.run_dir)
     with hold(run_dir / ".locks" / "run"):
@@ -43,11 +43,12 @@ def run(cfg: Config, overrides: Sequence[str], command: Sequence[str] = COMMAND)
             if not _must_run(cfg, run_dir, stage, title):
                 continue
             begun = time.monotonic()
-            code, peak_gib = _child([*command, stage, *overrides])
+            code, peak_gib = _child([*COMMAND, stage, *overrides])
             seconds = time.monotonic() - begun
             ledger.add(stage, seconds, peak_gib, code)
             if code:
-                _say(f"{title}: {_ending(code)} after {duration(seconds)}. The same command continues from here.")
+                then = "Mend what it says above" if code == 2 else "The same command continues from here"
+                _say(f"{title}: {_ending(code)} after {duration(seconds)}. {then}.")
                 return code if code > 0 else 128 - code
             total = duration(time.monotonic() - started)
             _say(f"{title}: {duration(seconds)}, peak memory {peak_gib:.1f} GiB; total {total}")

@@ -33,7 +33,7 @@ def record_of(cfg: Config, stage: str, run_dir: Path) -> dict[str, Any]:
         "stage": stage,
         "config": {"pivotrl": __version__, **subset(cfg, stage)},
         "inputs": {key: _fingerprint(get(cfg, key)) for key in spec.inputs},
-        "upstream": {up: _summary_hash(run_dir / up) for up in spec.upstream},
+        "upstream": {up: _result_hash(run_dir / up) for up in spec.upstream},
     }
     return {**record, "key": hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()}
 
@@ -85,12 +85,14 @@ def set_aside(run_dir: Path, stage: str) -> Path:
     return target
 
 
-def _summary_hash(directory: Path) -> str | None:
+def _result_hash(directory: Path) -> str | None:
+    """What a stage made, and from what: two checkpoints of different learning rates can have the same summary."""
     try:
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return hashlib.sha256(json.dumps(_lasting(summary), sort_keys=True).encode()).hexdigest()
+    made = [(read_record(directory) or {}).get("key"), _lasting(summary)]
+    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
 
 def _lasting(value: Any) -> Any:

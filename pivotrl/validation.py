@@ -30,15 +30,40 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
 _POSITIVE = (
-    "trajectories.tasks trajectories.runs_per_task model.context_length environment.max_turns parallel.tensor "
-    "parallel.pipeline parallel.context parallel.expert parallel.expert_tensor sampling.max_new_tokens "
-    "generation.max_sequences generation.kv_cache_gib generation.tensor_parallel generation.max_mismatch "
-    "profile.max_turns algorithm.steps algorithm.pivots_per_step algorithm.std_epsilon algorithm.clip_low "
-    "algorithm.clip_high warmup.trajectories_per_step sft.trajectories_per_step evaluate.tasks"
-).split()
+    "trajectories.tasks",
+    "trajectories.runs_per_task",
+    "model.context_length",
+    "environment.max_turns",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.context",
+    "parallel.expert",
+    "parallel.expert_tensor",
+    "sampling.max_new_tokens",
+    "generation.max_sequences",
+    "generation.kv_cache_gib",
+    "generation.tensor_parallel",
+    "generation.max_mismatch",
+    "profile.max_turns",
+    "algorithm.steps",
+    "algorithm.pivots_per_step",
+    "algorithm.std_epsilon",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "warmup.trajectories_per_step",
+    "sft.trajectories_per_step",
+    "evaluate.tasks",
+)
 _NOT_NEGATIVE = (
-    "seed sampling.temperature sampling.top_k algorithm.kl_beta warmup.steps sft.steps evaluate.trials evaluate.ood_rows"
-).split()
+    "seed",
+    "sampling.temperature",
+    "sampling.top_k",
+    "algorithm.kl_beta",
+    "warmup.steps",
+    "sft.steps",
+    "evaluate.trials",
+    "evaluate.ood_rows",
+)
 _POLICIES = ("base", "sft", "pivotrl")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.
 _BUILTIN_SHAPES = {"smollm2-135m": {"heads": 9, "kv_heads": 3, "layers": 30, "positions": 8192}}
@@ -130,7 +155,8 @@ def _choices(cfg: Config) -> Iterator[str]:
             yield f"{key}={value!r} is not one of {', '.join(choices)}.{suggestion(value, list(choices))}"
     for policy in cfg.evaluate.policies:
         if policy not in _POLICIES:
-            yield f"evaluate.policies has {policy!r}, not one of {', '.join(_POLICIES)}.{suggestion(policy, list(_POLICIES))}"
+            hint = suggestion(policy, list(_POLICIES))
+            yield f"evaluate.policies has {policy!r}, not one of {', '.join(_POLICIES)}.{hint}"
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -175,8 +201,8 @@ def _method(cfg: Config) -> Iterator[str]:
         yield f"algorithm.group_size={group}: a group advantage needs at least 2 actions a pivot"
     if cfg.sampling.temperature == 0 and (k > 1 or group > 1):
         yield (
-            f"sampling.temperature=0 with profile.rollouts_per_turn={k} and algorithm.group_size={group}: greedy rollouts "
-            "are all alike, so every variance and every advantage would be 0 (use a temperature > 0)"
+            f"sampling.temperature=0 with profile.rollouts_per_turn={k} and algorithm.group_size={group}: greedy "
+            "rollouts are all alike, so every variance and every advantage would be 0 (use a temperature > 0)"
         )
     if cfg.sampling.max_new_tokens >= cfg.model.context_length:
         yield (
@@ -184,9 +210,9 @@ def _method(cfg: Config) -> Iterator[str]:
             f"model.context_length={cfg.model.context_length}"
         )
     if cfg.algorithm.clip_low >= 1:
-        yield f"algorithm.clip_low={cfg.algorithm.clip_low} must be below 1 (the ratio is clipped to [1 - clip_low, ...])"
+        yield f"algorithm.clip_low={cfg.algorithm.clip_low} must be below 1 (the ratio is clipped at 1 - clip_low)"
     if cfg.algorithm.importance_correction == "truncated" and cfg.algorithm.importance_cap < 1:
-        yield f"algorithm.importance_cap={cfg.algorithm.importance_cap} must be at least 1 (equal policies have ratio 1)"
+        yield f"algorithm.importance_cap={cfg.algorithm.importance_cap} must be >= 1 (equal policies have ratio 1)"
     if cfg.precision.fp8 is not None and cfg.precision.policy != "bf16":
         yield f"precision.fp8={cfg.precision.fp8} needs precision.policy=bf16, not {cfg.precision.policy}"
 
@@ -206,14 +232,11 @@ def _stages(cfg: Config) -> Iterator[str]:
 
 
 def _model(cfg: Config) -> Iterator[str]:
-    path = cfg.model.path
-    if path.startswith("builtin:"):
-        return
-    if not Path(path).is_dir():
+    path, shape = cfg.model.path, model_shape(cfg.model.path)
+    if not path.startswith("builtin:") and not Path(path).is_dir():
         yield f"model.path={path}: no such folder (a Hugging Face folder with config.json and weights, or builtin:NAME)"
-    elif model_shape(path) is None:
+    elif not path.startswith("builtin:") and shape is None:
         yield f"model.path={path} has no readable config.json"
-    shape = model_shape(path)
     if shape and 0 < shape.positions < cfg.model.context_length:
         yield f"model.context_length={cfg.model.context_length} exceeds the model's {shape.positions} positions"
 
@@ -224,7 +247,10 @@ def _layout(cfg: Config, world: int) -> Iterator[str]:
     if min(dense, sparse) < 1:
         return  # _ranges has told it
     if world % dense:
-        yield f"parallel: tensor {p.tensor} x pipeline {p.pipeline} x context {p.context} = {dense} does not divide the world size {world}"
+        yield (
+            f"parallel: tensor {p.tensor} x pipeline {p.pipeline} x context {p.context} = {dense} "
+            f"does not divide the world size {world}"
+        )
     if world % sparse:
         yield (
             f"parallel: expert_tensor {p.expert_tensor} x expert {p.expert} x pipeline {p.pipeline} = {sparse} "
@@ -237,9 +263,10 @@ def _layout(cfg: Config, world: int) -> Iterator[str]:
         return
     if shape.heads % p.tensor:
         yield f"parallel.tensor={p.tensor} does not divide the model's {shape.heads} attention heads"
-    # megatron-core: key-value heads must be a multiple or a divisor of the tensor size (shared then by several ranks).
+    # megatron-core: key-value heads are a multiple or a divisor of the tensor size (then several ranks share one).
     if shape.kv_heads % p.tensor and (not shape.kv_heads or p.tensor % shape.kv_heads):
-        yield f"parallel.tensor={p.tensor} is neither a divisor nor a multiple of the model's {shape.kv_heads} key-value heads"
+        kv = shape.kv_heads
+        yield f"parallel.tensor={p.tensor} is neither a divisor nor a multiple of the model's {kv} key-value heads"
     if shape.layers % p.pipeline:
         yield f"parallel.pipeline={p.pipeline} does not divide the model's {shape.layers} layers"
     if shape.experts and shape.experts % p.expert:
@@ -258,7 +285,11 @@ def _batches(cfg: Config, world: int, stages: list[str]) -> Iterator[str]:
     if dense < 1 or world % dense:
         return
     data = world // dense
-    sizes = {"train": "algorithm.pivots_per_step", "warmup": "warmup.trajectories_per_step", "sft": "sft.trajectories_per_step"}
+    sizes = {
+        "train": "algorithm.pivots_per_step",
+        "warmup": "warmup.trajectories_per_step",
+        "sft": "sft.trajectories_per_step",
+    }
     for stage, key in sizes.items():
         if stage in stages and get(cfg, key) % data:
             yield f"{key}={get(cfg, key)} is not a multiple of the data-parallel size {data} (world {world} / {dense})"

@@ -81,7 +81,9 @@ class _Frame:
         self.parts: list[str] = []
         for value in ticks(self.y0, self.y1):
             py = self.py(value)
-            self.parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{py:.1f}" y2="{py:.1f}" stroke="{_GRID}"/>')
+            self.parts.append(
+                f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{py:.1f}" y2="{py:.1f}" stroke="{_GRID}"/>'
+            )
             self.text(_LEFT - 7, py + 3.5, label(value), "end")
         for value in ticks(self.x0, self.x1, 6):
             self.text(self.px(value), HEIGHT - _BOTTOM + 16, label(value), "middle")
@@ -91,7 +93,8 @@ class _Frame:
         if y_title:
             middle = (_TOP + base) / 2
             self.parts.append(
-                f'<text transform="translate(13 {middle:.1f}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>'
+                f'<text transform="translate(13 {middle:.1f}) rotate(-90)" text-anchor="middle">'
+                f"{escape(y_title)}</text>"
             )
 
     def px(self, x: float) -> float:
@@ -142,7 +145,8 @@ def histogram(bars: Sequence[Bar], x_title: str, y_title: str) -> str:
         top, bottom = frame.py(start + bar.count), frame.py(start)
         frame.parts.append(
             f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{max(right - left - 2, 0.5):.1f}" '
-            f'height="{max(bottom - top, 0):.1f}" fill="{escape(bar.color)}" rx="1.5"><title>{escape(bar.title)}</title></rect>'
+            f'height="{max(bottom - top, 0):.1f}" fill="{escape(bar.color)}" rx="1.5">'
+            f"<title>{escape(bar.title)}</title></rect>"
         )
     return frame.svg(f"{y_title} by {x_title}")
 
@@ -153,10 +157,10 @@ def scatter(
     y_title: str,
     x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
-    shade: tuple[float, float, str] | None = None,
+    shade: tuple[float, float, float, str] | None = None,
     curve: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """Bubbles. `shade` is (x low, x high, text): a region that is marked; `curve` is a dotted guide."""
+    """Bubbles. `shade` is (x low, x high, y low, text): a region that is marked; `curve` is a dotted guide."""
     kept = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
     if not kept:
         return ""
@@ -166,10 +170,11 @@ def scatter(
     if shade:
         left, right = frame.px(shade[0]), frame.px(shade[1])
         frame.parts.append(
-            f'<rect x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0):.1f}" height="{HEIGHT - _TOP - _BOTTOM}" '
+            f'<rect x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0):.1f}" '
+            f'height="{max(frame.py(shade[2]) - _TOP, 0):.1f}" '
             f'fill="#0f8a7e" opacity="0.09"/>'
         )
-        frame.text(left + 6, _TOP + 13, shade[2], "start", "#0b6e65")
+        frame.text(left + 6, _TOP + 13, shade[3], "start", "#0b6e65")
     if curve:
         path = " ".join(f"{frame.px(a):.1f},{frame.py(b):.1f}" for a, b in curve)
         frame.parts.append(f'<polyline points="{path}" fill="none" stroke="{_AXIS}" stroke-dasharray="2 4"/>')
@@ -225,11 +230,11 @@ def _runs(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float
     return [run for run in runs if run]
 
 
-def interval_chart(rows: Sequence[Interval], width: int = 620) -> str:
+def interval_chart(rows: Sequence[Interval], width: int = 460) -> str:
     """Estimates of shares with their confidence intervals, one a line, on an axis from 0 to 100 %."""
     if not rows:
         return ""
-    left, right, line = 170, 60, 26
+    left, right, line = 74, 62, 26
     height = line * len(rows) + 34
 
     def px(share: float) -> float:
@@ -242,7 +247,9 @@ def interval_chart(rows: Sequence[Interval], width: int = 620) -> str:
         parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{100 * share:g} %</text>')
     for i, row in enumerate(rows):
         y = 4 + line * i + line / 2
-        parts.append(f'<text x="{left - 12}" y="{y + 4:.1f}" text-anchor="end" fill="#1f2733">{escape(row.label)}</text>')
+        parts.append(
+            f'<text x="{left - 12}" y="{y + 4:.1f}" text-anchor="end" fill="#1f2733">{escape(row.label)}</text>'
+        )
         parts.append(
             f'<line x1="{px(row.low):.1f}" x2="{px(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}" '
             f'stroke="{escape(row.color)}" stroke-width="3" stroke-linecap="round" opacity="0.45"/>'
@@ -263,8 +270,8 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], width: int = 940) -> st
         if count > 0:
             tip = escape(f"{name}: {count:g} ({100 * share:.1f} %)")
             out.append(
-                f'<rect x="{x:.1f}" y="0" width="{max(share * width - 1.5, 0.5):.1f}" height="22" fill="{escape(color)}" '
-                f'rx="2"><title>{tip}</title></rect>'
+                f'<rect x="{x:.1f}" y="0" width="{max(share * width - 1.5, 0.5):.1f}" height="22" '
+                f'fill="{escape(color)}" rx="2"><title>{tip}</title></rect>'
             )
         x += share * width
         text = f"{name} {count:g} ({100 * share:.0f} %)"

@@ -1,4 +1,4 @@
-"""Metrics of a stage: metrics.jsonl always, Weights & Biases when wanted. Neither torch nor wandb is imported before use."""
+"""Metrics of a stage: metrics.jsonl always, Weights & Biases when wanted (wandb is imported only then)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tracker:
         self._wandb = self._start_wandb(directory, tracking, run_name, config or {})
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append `{"step": step, **values}`. NaN and infinities are written as text: JSON has none, and they must show."""
+        """Append `{"step": step, **values}`. NaN and infinities become text: JSON has none, and they must show."""
         if self._file is None:
             return
         row = {"step": int(step), **{key: _plain(value) for key, value in values.items()}}
@@ -62,7 +62,7 @@ class Tracker:
             self._file.close()
             self._file = None
         if self._wandb is not None:
-            self._guard(lambda: self._wandb.finish(quiet=True), "finish")
+            self._guard(lambda: self._wandb.finish(), "finish")
             self._wandb = None
 
     def __enter__(self) -> Tracker:

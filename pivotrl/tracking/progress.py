@@ -6,7 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 
 class Progress(Protocol):
@@ -27,10 +31,20 @@ def progress(
     if not enabled:
         yield _Silent()
     elif out.isatty():
-        from tqdm import tqdm
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
 
-        with tqdm(total=total, initial=done, desc=label, unit=unit, file=out, dynamic_ncols=True, leave=True) as bar:
-            yield _Bar(bar)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with RichProgress(*columns, console=Console(file=out)) as bar:
+            yield _Bar(bar, bar.add_task(label, total=total, completed=done, note=""))
     else:
         lines = Lines(total, label, done, unit, out)
         try:
@@ -45,13 +59,13 @@ class _Silent:
 
 
 class _Bar:
-    def __init__(self, bar: object) -> None:
-        self._bar = bar
+    def __init__(self, bar: RichProgress, task: TaskID) -> None:
+        self._bar, self._task = bar, task
 
     def advance(self, n: int = 1, note: str = "") -> None:
         if note:
-            self._bar.set_postfix_str(note, refresh=False)  # type: ignore[attr-defined]
-        self._bar.update(n)  # type: ignore[attr-defined]
+            self._bar.update(self._task, note=note)
+        self._bar.advance(self._task, n)
 
 
 class Lines:

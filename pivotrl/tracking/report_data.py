@@ -88,8 +88,8 @@ def last_of_each_step(rows: Iterable[JsonDict]) -> list[JsonDict]:
 
 
 def outcome(row: Mapping[str, Any]) -> str:
-    """"all wrong", "all right", "mixed", or "unscorable" where nothing could be scored."""
-    if row.get("right", 0) + row.get("wrong", 0) == 0 or row.get("mean") is None:
+    """ "all wrong", "all right", "mixed", or "unscorable" where nothing could be scored."""
+    if row.get("mean") is None or row.get("variance") is None:
         return "unscorable"
     if row["variance"] > 0:
         return "mixed"
@@ -104,7 +104,9 @@ def counts(rows: Sequence[JsonDict]) -> dict[str, int]:
     return found
 
 
-def choose(rows: Sequence[JsonDict], pivots: set[str] | None, each: tuple[int, int, int] = (4, 2, 2)) -> list[tuple[str, JsonDict]]:
+def choose(
+    rows: Sequence[JsonDict], pivots: set[str] | None, each: tuple[int, int, int] = (4, 2, 2)
+) -> list[tuple[str, JsonDict]]:
     """Turns worth reading: pivots of most variance and many distinct actions, then all-wrong and all-right ones."""
     mixed = [r for r in rows if outcome(r) == "mixed"]
     wanted = [r for r in mixed if pivots is not None and r["turn_id"] in pivots]
@@ -112,14 +114,18 @@ def choose(rows: Sequence[JsonDict], pivots: set[str] | None, each: tuple[int, i
     interesting = sorted(wanted or mixed, key=lambda r: (-r["variance"], -(r.get("unique_actions") or 0), r["turn_id"]))
     chosen = [(kind, r) for r in _spread(interesting, each[0])]
     for name, count in (("all wrong", each[1]), ("all right", each[2])):
-        same = sorted((r for r in rows if outcome(r) == name), key=lambda r: (-(r.get("unique_actions") or 0), r["turn_id"]))
+        same = sorted(
+            (r for r in rows if outcome(r) == name), key=lambda r: (-(r.get("unique_actions") or 0), r["turn_id"])
+        )
         chosen += [(name, r) for r in _spread(same, count)]
     return chosen
 
 
 def _spread(rows: Sequence[JsonDict], count: int) -> list[JsonDict]:
     """The first `count` rows, of different trajectories as far as that goes."""
-    first, rest, seen = [], [], set()
+    first: list[JsonDict] = []
+    rest: list[JsonDict] = []
+    seen: set[str] = set()
     for row in rows:
         trajectory = str(row["turn_id"]).rpartition("#")[0]
         (rest if trajectory in seen else first).append(row)
@@ -136,7 +142,9 @@ def _examples(data: RunData) -> list[Example]:
     rollouts: dict[str, list[JsonDict]] = {}
     for row in _rows_about(data.run_dir / "profile" / "rollouts.jsonl", ids, "turn_id"):
         rollouts.setdefault(row["turn_id"], []).append(row)
-    return [Example(kind, r, turns.get(r["turn_id"]), merge_equal(rollouts.get(r["turn_id"], []))) for kind, r in chosen]
+    return [
+        Example(kind, r, turns.get(r["turn_id"]), merge_equal(rollouts.get(r["turn_id"], []))) for kind, r in chosen
+    ]
 
 
 def _rows_about(path: Path, ids: set[str], key: str) -> Iterator[JsonDict]:
@@ -156,7 +164,9 @@ def merge_equal(rollouts: Sequence[JsonDict]) -> list[JsonDict]:
     """Rollouts of one action and verdict become one row with "times"; best reward first, unscorable last."""
     merged: dict[str, JsonDict] = {}
     for row in rollouts:
-        key = json.dumps([row.get("action"), row.get("reward"), row.get("reason"), row.get("finish_reason")], sort_keys=True)
+        key = json.dumps(
+            [row.get("action"), row.get("reward"), row.get("reason"), row.get("finish_reason")], sort_keys=True
+        )
         merged.setdefault(key, {**row, "times": 0})["times"] += 1
     return sorted(merged.values(), key=lambda r: (r.get("reward") is None, -(r.get("reward") or 0), -r["times"]))
 
@@ -183,4 +193,3 @@ def ledger(data: RunData) -> list[JsonDict]:
             }
         )
     return rows
-

@@ -32,7 +32,10 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
         right = sum(draw.random() < p for _ in range(8))
         unscorable = 8 if i == 7 else 0
         mean = None if unscorable else right / 8
-        demonstration = {"text": "", "tool_calls": [{"name": draw.choice(tools), "arguments": {"order_id": f"W{1000 + i}"}}]}
+        demonstration = {
+            "text": "",
+            "tool_calls": [{"name": draw.choice(tools), "arguments": {"order_id": f"W{1000 + i}"}}],
+        }
         rows.append(
             {
                 "turn_id": turn_id,
@@ -57,16 +60,32 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
                 "id": turn_id,
                 "messages": [
                     {"role": "system", "content": "You are an agent of an outdoor shop."},
-                    {"role": "user", "content": f"Hello, my order W{1000 + i} arrived with a torn sleeve. {HOSTILE if i == 3 else ''}"},
-                    {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "find_customer", "arguments": {"email": "ada@example.com"}}]},
-                    {"role": "tool", "name": "find_customer", "tool_call_id": "1", "content": '{"customer_id": "C17", "orders": ["W1000"]}'},
+                    {
+                        "role": "user",
+                        "content": f"Hello, my order W{1000 + i} has a torn sleeve. {HOSTILE if i == 3 else ''}",
+                    },
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"id": "1", "name": "find_customer", "arguments": {"email": "ada@example.com"}}],
+                    },
+                    {
+                        "role": "tool",
+                        "name": "find_customer",
+                        "tool_call_id": "1",
+                        "content": '{"customer_id": "C17", "orders": ["W1000"]}',
+                    },
                 ],
                 "demonstration": demonstration,
             }
         )
         for k in range(8):
             good = k < right
-            text = "" if good else draw.choice(["Could you tell me your order number?", "I have cancelled it for you.", HOSTILE])
+            text = (
+                ""
+                if good
+                else draw.choice(["Could you tell me your order number?", "I have cancelled it for you.", HOSTILE])
+            )
             rollouts.append(
                 {
                     "turn_id": turn_id,
@@ -84,26 +103,40 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
     write_jsonl(run_dir / "turns" / "turns.jsonl", turn_rows)
     write_jsonl(run_dir / "select" / "pivots.jsonl", pivots)
     mixed = sum(0 < (r["mean"] or 0) < 1 for r in rows)
-    write_json(run_dir / "turns" / "summary.json", {"trajectories": 24, "turns": turns, "skipped": {"too_long": 3}, "splits": {"train": 96, "validation": 24}})
+    write_json(
+        run_dir / "turns" / "summary.json",
+        {"trajectories": 24, "turns": turns, "skipped": {"too_long": 3}, "splits": {"train": 96, "validation": 24}},
+    )
     write_json(
         run_dir / "profile" / "summary.json",
-        {"turns": turns, "rollouts": 8 * turns, "uninformative_share": 0.6, "tokens": {"prompt": 864_000, "cached": 790_112, "generated": 36_480}, "seconds": 212.0},
+        {
+            "turns": turns,
+            "rollouts": 8 * turns,
+            "uninformative_share": 0.6,
+            "tokens": {"prompt": 864_000, "cached": 790_112, "generated": 36_480},
+            "seconds": 212.0,
+        },
     )
     write_json(
         run_dir / "select" / "summary.json",
-        {"set": "adv", "lambda_diff": 0.6, "counts": {"cand": turns, "mixed": mixed, "adv": len(pivots), "adv_zeros": len(pivots) + 40}, "kept": len(pivots)},
+        {
+            "set": "adv",
+            "lambda_diff": 0.6,
+            "counts": {"cand": turns, "mixed": mixed, "adv": len(pivots), "adv_zeros": len(pivots) + 40},
+            "kept": len(pivots),
+        },
     )
     metrics = []
     for step in range(20):
         metrics.append(
             {
                 "step": step,
-                "reward_mean": 0.3 + 0.02 * step + draw.gauss(0, 0.03),
-                "mixed_group_share": 0.8 - 0.015 * step,
-                "group_std_mean": 0.42 - 0.006 * step,
+                "reward": 0.3 + 0.02 * step + draw.gauss(0, 0.03),
+                "mixed_groups": 0.8 - 0.015 * step,
+                "group_std": 0.42 - 0.006 * step,
                 "loss": draw.gauss(0, 0.02) if step != 9 else "nan",
                 "kl": 0.0004 * step,
-                "mismatch": 0.003 + abs(draw.gauss(0, 0.0005)),
+                "mismatch_abs": 0.003 + abs(draw.gauss(0, 0.0005)),
                 "grad_norm": 1.4 - 0.03 * step,
                 "entropy": 1.1 - 0.02 * step,
                 "seconds": 9 + draw.random(),
@@ -111,7 +144,10 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
             }
         )
     write_jsonl(run_dir / "train" / "metrics.jsonl", metrics)
-    write_json(run_dir / "train" / "summary.json", {"steps": 20, "rollouts": 1280, "tokens": {"prompt": 1_152_000, "generated": 51_200, "trained": 51_200}})
+    write_json(
+        run_dir / "train" / "summary.json",
+        {"steps": 20, "rollouts": 1280, "tokens": {"prompt": 1_152_000, "generated": 51_200, "trained": 51_200}},
+    )
     for stage in ("warmup", "sft"):
         write_jsonl(run_dir / stage / "metrics.jsonl", [{"step": s, "loss": 1.8 * 0.9**s + 0.3} for s in range(20)])
         write_json(run_dir / stage / "summary.json", {"steps": 20})
@@ -126,10 +162,13 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
                 "sft": {"greedy": {**better, "success": 0.45}, "sampled": better, "ood": {**ood, "accuracy": 0.39}},
                 "pivotrl": {"greedy": better, "sampled": better, "ood": ood},
             },
-            "differences": {"pivotrl_minus_base": {"greedy": {"difference": 0.25, "ci": [0.1, 0.4]}}},
+            "differences": {"pivotrl - base": {"greedy": {"difference": 0.25, "ci": [0.1, 0.4]}}},
         },
     )
-    stages = {s: {"seconds": 30.0 * i, "peak_rss_gib": 1.5 + i, "attempts": 1} for i, s in enumerate(report_data.STAGE_ORDER[:-1], 1)}
+    stages = {
+        s: {"seconds": 30.0 * i, "peak_rss_gib": 1.5 + i, "attempts": 1}
+        for i, s in enumerate(report_data.STAGE_ORDER[:-1], 1)
+    }
     write_json(run_dir / "pipeline.json", {"stages": stages})
     return run_dir
 
@@ -137,7 +176,7 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
 class _Balance(HTMLParser):
     """Checks that tags close in order and that nothing is loaded from outside."""
 
-    VOID = {"meta", "br", "img", "link", "input", "hr"}
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +195,8 @@ class _Balance(HTMLParser):
         self.tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, tag
+        assert self.open, tag
+        assert self.open.pop() == tag, tag
 
 
 def check_html(text: str) -> list[str]:
@@ -177,6 +217,7 @@ def test_full_run_shows_every_section(tmp_path: Path) -> None:
     assert tags.count("svg") >= 12
     assert json.loads((tmp_path / "demo/report/summary.json").read_text())["examples"] == 8 == summary["examples"]
     assert "25.0 % [13.0, 41.0] n=40" in text
+    assert "PivotRL − Base, greedy</td><td>+25.0 points [+10.0, +40.0]" in text
     assert "864\u202f000" in text  # prompt tokens of the profile in the ledger
 
 
@@ -195,7 +236,9 @@ def test_empty_run_says_what_was_not_run(tmp_path: Path) -> None:
         assert f"<code>pivotrl {stage}</code> has written nothing yet" in text
 
 
-@pytest.mark.parametrize("missing", ["turns", "profile", "select", "train", "sft", "warmup", "evaluate", "pipeline.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "missing", ["turns", "profile", "select", "train", "sft", "warmup", "evaluate", "pipeline.json", "config.yaml"]
+)
 def test_any_part_may_be_missing(tmp_path: Path, missing: str) -> None:
     import shutil
 
@@ -206,7 +249,17 @@ def test_any_part_may_be_missing(tmp_path: Path, missing: str) -> None:
 
 
 def test_everything_unscorable(tmp_path: Path) -> None:
-    row = {"turn_id": "a#0", "depth": 0, "domain": "d", "n": 4, "right": 0, "wrong": 0, "unscorable": 4, "mean": None, "variance": None}
+    row = {
+        "turn_id": "a#0",
+        "depth": 0,
+        "domain": "d",
+        "n": 4,
+        "right": 0,
+        "wrong": 0,
+        "unscorable": 4,
+        "mean": None,
+        "variance": None,
+    }
     write_jsonl(tmp_path / "profile" / "turns.jsonl", [row])
     check_html(report.render(report_data.load(tmp_path)))
 
@@ -220,11 +273,23 @@ def test_torn_last_line_is_ignored_and_last_row_of_a_step_wins(tmp_path: Path) -
 
 def test_examples_are_pivots_then_flat_turns_of_different_trajectories() -> None:
     def row(turn_id: str, mean: float) -> dict:
-        return {"turn_id": turn_id, "right": 1, "wrong": 1, "mean": mean, "variance": mean * (1 - mean), "unique_actions": 2}
+        return {
+            "turn_id": turn_id,
+            "right": 1,
+            "wrong": 1,
+            "mean": mean,
+            "variance": mean * (1 - mean),
+            "unique_actions": 2,
+        }
 
     rows = [row("a#0", 0.5), row("a#1", 0.5), row("b#0", 0.25), row("c#0", 0.0), row("d#0", 1.0), row("e#0", 0.75)]
     chosen = report_data.choose(rows, {"a#0", "a#1", "b#0"}, (2, 1, 1))
-    assert [(kind, r["turn_id"]) for kind, r in chosen] == [("pivot", "a#0"), ("pivot", "b#0"), ("all wrong", "c#0"), ("all right", "d#0")]
+    assert [(kind, r["turn_id"]) for kind, r in chosen] == [
+        ("pivot", "a#0"),
+        ("pivot", "b#0"),
+        ("all wrong", "c#0"),
+        ("all right", "d#0"),
+    ]
 
 
 def test_equal_rollouts_merge_but_differing_verdicts_do_not() -> None:
