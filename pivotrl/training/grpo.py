@@ -108,7 +108,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     (directory / "rollouts.jsonl").unlink(missing_ok=True)
     with (
         bench.engine() as engine,
-        Tracker(directory, cfg.tracking, "train", asdict(cfg)) as tracker,
+        Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
         progress(a.steps, "train") as bar,
     ):
         roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)

@@ -73,7 +73,7 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
     )
     sampler = EpochSampler(rows, min(settings.trajectories_per_step, len(rows)), cfg.seed)
     tokens = 0
-    with Tracker(directory, cfg.tracking, stage, asdict(cfg)) as tracker, progress(steps, stage) as bar:
+    with Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=0) as tracker, progress(steps, stage) as bar:
         for step in range(steps):
             clock = time.monotonic()
             stats = sft_step(policy, [s for trajectory in sampler.draw(step) for s in trajectory])
