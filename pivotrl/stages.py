@@ -54,7 +54,7 @@ _POLICY = ("seed", "model", "domain", "parallel", "precision")
 _STAGES = (
     Stage(
         "turns",
-        "pivotrl.trajectories.stage",
+        "pivotrl.turns_stage",
         "run_turns",
         "Read trajectories, split them by task and cut them into turns (D_cand).",
         "trajectories.path (file, folder or glob); without one, the expert of environment.name makes them",

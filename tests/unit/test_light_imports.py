@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = "pivotrl.trajectories.stage, pivotrl.verifiers.registry, pivotrl.verifiers.rows, pivotrl.rendering.chat"
+MODULES = "pivotrl.turns_stage, pivotrl.verifiers.registry, pivotrl.verifiers.rows, pivotrl.rendering.chat"
 HEAVY = {"torch", "transformers", "vllm", "megatron", "numpy", "jinja2"}
 
 
