@@ -1,4 +1,4 @@
-"""The local rollout (method.md 1.3): sample exactly one assistant turn per state and score it. Shared by profiler and trainer."""
+"""The local rollout (method.md 1.3): sample exactly one assistant turn per state and score it."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def render_states(
     return states, skipped
 
 
-def score(
-    state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier
-) -> list[Rollout]:
+def score(state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier) -> list[Rollout]:
     rollouts = []
     for index, completion in enumerate(completions):
         action = renderer.parse(completion.token_ids)
@@ -86,6 +84,5 @@ class LocalRoller:
         """`n` rollouts of each state, in one submission to the engine."""
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         return [
-            score(state, group, self.renderer, self.verifier)
-            for state, group in zip(states, completions, strict=True)
+            score(state, group, self.renderer, self.verifier) for state, group in zip(states, completions, strict=True)
         ]

@@ -110,7 +110,7 @@ class _Audit:
         self.read = self.kept = self.candidates = self.kept_turns = 0
         self.skipped: Counter[str] = Counter()
         self.skipped_turns: Counter[str] = Counter()
-        self.by_split: Counter[str] = Counter({name: 0 for name in SPLITS})
+        self.by_split: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
         self.files: dict[str, Counter[str]] = {}
 
     def add(self, item: Trajectory | Skip) -> None:

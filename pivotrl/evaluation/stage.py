@@ -59,7 +59,8 @@ class Evaluator:
             )
             if not self.states:
                 raise UserError(
-                    "evaluate: no held-out turn can be scored; raise trajectories.validation_fraction or set environment.name"
+                    "evaluate: no held-out turn can be scored; raise trajectories.validation_fraction "
+                    "or set environment.name"
                 )
 
     def modes(self) -> dict[str, tuple[Sampling, int]]:

@@ -68,8 +68,8 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     reasons = dict(Counter(s.reason for s in skipped))
     if not states:
         raise UserError(
-            f"none of {len(turns)} turns of the train split can be profiled: {reasons}; see {directory / 'skipped.jsonl'}.\n"
-            "For beyond_context raise model.context_length; for demonstration_* choose another verifier or its options."
+            f"none of {len(turns)} turns of the train split can be profiled: {reasons}; "
+            f"see {directory / 'skipped.jsonl'}.\nFor beyond_context raise model.context_length; for demonstration_* choose another verifier or its options."
         )
     k = cfg.profile.rollouts_per_turn
     record = present_fingerprint(bench, turns)
