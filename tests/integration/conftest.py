@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import NAMES, save_tiny
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
