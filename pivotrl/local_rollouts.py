@@ -1,4 +1,4 @@
-"""The local rollout (method.md 1.3): sample exactly one assistant turn per state and score it. Shared by profiler and trainer."""
+"""The local rollout (method.md 1.3): sample exactly one assistant turn per state and score it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pivotrl.generation.engine import Completion, Engine, Sampling
-from pivotrl.rendering.parsing import parse_action
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.schema import Turn
 from pivotrl.verifiers.base import Verifier
@@ -63,12 +62,10 @@ def render_states(
     return states, skipped
 
 
-def score(
-    state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier, action_format: str
-) -> list[Rollout]:
+def score(state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier) -> list[Rollout]:
     rollouts = []
     for index, completion in enumerate(completions):
-        action = parse_action(renderer.decode(completion.token_ids), action_format)
+        action = renderer.parse(completion.token_ids)
         verdict = verifier.verify(state.turn, action)
         rollouts.append(Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, verdict))
     return rollouts
@@ -82,12 +79,10 @@ class LocalRoller:
     renderer: Renderer
     verifier: Verifier
     sampling: Sampling
-    action_format: str
 
     def groups(self, states: Sequence[State], n: int, seeds: Sequence[int]) -> list[list[Rollout]]:
         """`n` rollouts of each state, in one submission to the engine."""
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         return [
-            score(state, group, self.renderer, self.verifier, self.action_format)
-            for state, group in zip(states, completions, strict=True)
+            score(state, group, self.renderer, self.verifier) for state, group in zip(states, completions, strict=True)
         ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def start_policy(cfg: Config, run_dir: Path) -> Path:
-    """pi_0: the warm-up's checkpoint where that stage ran, else the model itself. The same for profile, train and KL."""
+    """pi_0: the warm-up's checkpoint where that stage ran, else the model. The same for profile, train and KL."""
     warm = run_dir / "warmup" / "checkpoint"
     return warm if warm.exists() else resolve_model(cfg.model.path)
 
@@ -51,7 +51,7 @@ class Workbench:
             cfg,
             run_dir,
             model,
-            Renderer(model, cfg.model.chat_template),
+            Renderer(model, cfg.model.chat_template, cfg.domain.action_format),
             get_verifier(cfg.domain.verifier),
             Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pivotrl.environments.base import Environment, Task
@@ -11,32 +11,29 @@ from pivotrl.evaluation.statistics import bootstrap, wilson
 from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.rendering.chat import Renderer
-from pivotrl.rendering.parsing import parse_action
 from pivotrl.trajectories.schema import Action, JsonDict
 
 View = tuple[list[JsonDict], list[JsonDict]]  # messages, tools
 
 
 class EngineActor:
-    """Acts for all unfinished episodes at once. A prompt beyond the context is an action with that problem, not an error."""
+    """Acts for all unfinished episodes at once; None where the prompt has outgrown the context."""
 
-    def __init__(
-        self, engine: Engine, renderer: Renderer, sampling: Sampling, action_format: str, context_length: int, seed: int
-    ):
+    def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling, context_length: int, seed: int):
         self.engine, self.renderer, self.sampling = engine, renderer, sampling
-        self.action_format, self.room, self.seed = action_format, context_length - sampling.max_new_tokens, seed
+        self.room, self.seed = context_length - sampling.max_new_tokens, seed
         self.calls = 0
         self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
 
-    def __call__(self, views: Sequence[View]) -> list[Action]:
+    def __call__(self, views: Sequence[View]) -> list[Action | None]:
         prompts = [self.renderer.prompt_ids(messages, tools) for messages, tools in views]
         fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.room]
         seeds = [seed_for(self.seed, "episode", self.calls, i) for i in fits]
         self.calls += 1
         groups = self.engine.generate([prompts[i] for i in fits], self.sampling, 1, seeds) if fits else []
-        actions = [Action(problems=("beyond_context",))] * len(prompts)
+        actions: list[Action | None] = [None] * len(prompts)
         for i, (completion,) in zip(fits, groups, strict=True):
-            actions[i] = parse_action(self.renderer.decode(completion.token_ids), self.action_format)
+            actions[i] = self.renderer.parse(completion.token_ids)
             self.cost["prompt"] += len(prompts[i])
             self.cost["cached"] += completion.cached_prompt_tokens
             self.cost["generated"] += len(completion.token_ids)
@@ -72,10 +69,9 @@ def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:
 
 
 def evaluate_environment(
-    environment: Environment, tasks: Sequence[Task], trials: int, max_turns: int, actor: Callable[[Sequence[View]], list[Action]]
+    environment: Environment, tasks: Sequence[Task], trials: int, max_turns: int, actor: EngineActor
 ) -> dict[str, Any]:
-    results = run_episodes(environment, [task for task in tasks for _ in range(trials)], actor, max_turns)
-    return episode_summary(results)
+    return episode_summary(run_episodes(environment, tasks, actor, max_turns, trials))
 
 
 def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, seed: int) -> dict[str, Any]:

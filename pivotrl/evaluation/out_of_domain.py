@@ -30,7 +30,7 @@ class MultipleChoice:
 def read_choices(path: Path, limit: int) -> list[MultipleChoice]:
     """Rows {"activity_label", "ctx", "endings", "label"}. Raises UserError naming file and line of a bad row."""
     if not path.exists():
-        raise UserError(f"evaluate.ood_path={path} does not exist; give a JSONL file in HellaSwag's shape, or null to skip it")
+        raise UserError(f"evaluate.ood_path={path} does not exist; give a JSONL file in HellaSwag's shape, or null")
     rows: list[MultipleChoice] = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -42,7 +42,8 @@ def read_choices(path: Path, limit: int) -> list[MultipleChoice]:
                 context = f"{row['activity_label']}: {row['ctx']}" if row.get("activity_label") else str(row["ctx"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
-                    f"{path}:{number}: not a multiple-choice row ({error!r}); expected ctx, endings (list) and label (index)"
+                    f"{path}:{number}: not a multiple-choice row ({error!r}); "
+                    "expected ctx, endings (list) and label (index)"
                 ) from error
             if not 0 <= label < len(endings):
                 raise UserError(f"{path}:{number}: label {label} is not an index into {len(endings)} endings")

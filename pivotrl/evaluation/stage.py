@@ -59,7 +59,8 @@ class Evaluator:
             )
             if not self.states:
                 raise UserError(
-                    "evaluate: no held-out turn can be scored; raise trajectories.validation_fraction or set environment.name"
+                    "evaluate: no held-out turn can be scored; raise trajectories.validation_fraction "
+                    "or set environment.name"
                 )
 
     def modes(self) -> dict[str, tuple[Sampling, int]]:
@@ -79,16 +80,14 @@ class Evaluator:
     def _in_domain(self, sampling: Sampling, trials: int) -> dict[str, Any]:
         cfg, bench = self.cfg, self.bench
         if cfg.environment.name is None:
-            roller = LocalRoller(self.engine, bench.renderer, bench.verifier, sampling, cfg.domain.action_format)
+            roller = LocalRoller(self.engine, bench.renderer, bench.verifier, sampling)
             self.cost["rollouts"] += len(self.states) * trials
             return evaluate_turns(self.states, roller, trials, cfg.seed)
         from pivotrl.environments.registry import get_environment
 
         environment = get_environment(cfg.environment.name)
         tasks = environment.tasks("test", cfg.evaluate.tasks, cfg.seed)
-        actor = EngineActor(
-            self.engine, bench.renderer, sampling, cfg.domain.action_format, cfg.model.context_length, cfg.seed
-        )
+        actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
         found = evaluate_environment(environment, tasks, trials, cfg.environment.max_turns, actor)
         for name, value in actor.cost.items():
             self.cost[name] += value

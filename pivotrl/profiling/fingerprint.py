@@ -28,7 +28,12 @@ def weights_digest(model_dir: Path) -> str:
 
 
 def fingerprint(
-    *, weights: str, template: str, sampling: dict[str, Any], verifier: tuple[str, str, dict[str, Any]], turns: Iterable[Any]
+    *,
+    weights: str,
+    template: str,
+    sampling: dict[str, Any],
+    verifier: tuple[str, str, dict[str, Any]],
+    turns: Iterable[Any],
 ) -> dict[str, Any]:
     """The record. `verifier` is (name, version, config); `turns` are the profiled turns' JSON rows."""
     name, version, config = verifier
@@ -57,6 +62,6 @@ def require_same(profile: dict[str, Any], present: dict[str, Any], allow_foreign
         lines = "\n  ".join(found)
         raise UserError(
             f"this profile was made by another policy or setting:\n  {lines}\n"
-            "Profile again with `pivotrl profile`, or set algorithm.allow_foreign_profile=true to train on it all the same."
+            "Profile again with `pivotrl profile`, or set algorithm.allow_foreign_profile=true to train on it anyway."
         )
     return found

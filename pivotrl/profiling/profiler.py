@@ -14,7 +14,9 @@ def draw_turns(turns: Sequence[Turn], limit: int | None, seed: int) -> list[Turn
 
     So the engine's prefix cache serves turn t + 1 from turn t.
     """
-    chosen = sorted(turns, key=lambda t: seed_for(seed, "draw", t.id))[:limit] if limit is not None else list(turns)
+    chosen = list(turns)
+    if limit is not None:
+        chosen = sorted(turns, key=lambda t: seed_for(seed, "draw", t.id))[:limit]
     return sorted(chosen, key=lambda t: (t.trajectory_id, t.depth))
 
 

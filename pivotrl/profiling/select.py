@@ -29,8 +29,8 @@ def is_below(row: Row, lambda_diff: float) -> bool:
     return bool(rewards) and sum(rewards) < Fraction(str(lambda_diff)) * len(rewards)
 
 
-#: cand: every scored turn; mixed: var > 0; adv: var > 0 and mean < lambda (eq. 5); adv_zeros: mean < lambda, all-wrong turns
-#: included (NVIDIA's practice).
+#: cand: every scored turn; mixed: var > 0; adv: var > 0 and mean < lambda (eq. 5); adv_zeros: mean < lambda, so that
+#: all-wrong turns stay in (NVIDIA's practice).
 SETS: dict[str, Callable[[Row, float], bool]] = {
     "cand": lambda row, lam: bool(scored(row)),
     "mixed": lambda row, lam: is_mixed(row),
@@ -61,7 +61,7 @@ def run_select(cfg: Config, run_dir: Path) -> dict[str, Any]:
     kept = [row for row in rows if SETS[cfg.select.set](row, lam)]
     counts = {name: sum(rule(row, lam) for row in rows) for name, rule in SETS.items()}
     write_jsonl(run_dir / "select" / "pivots.jsonl", kept)
-    summary = {
+    summary: dict[str, Any] = {
         "set": cfg.select.set,
         "lambda_diff": lam,
         "turns": len(rows),
@@ -78,7 +78,7 @@ def run_select(cfg: Config, run_dir: Path) -> dict[str, Any]:
         raise UserError(
             f"no pivot kept: none of {len(rows)} turns is in the set {cfg.select.set!r} with lambda_diff {lam}.\n"
             f"Turns by mean reward: {bars}; unscorable: {summary['unscored']}.\n"
-            "Profile more turns or rollouts (profile.rollouts_per_turn), choose another set (select.set=mixed|adv_zeros), "
-            "or raise select.lambda_diff."
+            "Profile more turns or rollouts (profile.rollouts_per_turn), choose another set "
+            "(select.set=mixed|adv_zeros), or raise select.lambda_diff."
         )
     return summary

@@ -68,16 +68,16 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     reasons = dict(Counter(s.reason for s in skipped))
     if not states:
         raise UserError(
-            f"none of {len(turns)} turns of the train split can be profiled: {reasons}; see {directory / 'skipped.jsonl'}.\n"
-            "For beyond_context raise model.context_length; for demonstration_* choose another verifier or its options."
+            f"none of {len(turns)} turns of the train split can be profiled: {reasons}; "
+            f"see {directory / 'skipped.jsonl'}.\nFor beyond_context raise model.context_length; for demonstration_* choose another verifier or its options."
         )
     k = cfg.profile.rollouts_per_turn
-    record = present_fingerprint(bench, [s.turn for s in states])
+    record = present_fingerprint(bench, turns)
     store = _open_store(directory, record, k)
     if len(store.groups) < len(states):
         with bench.engine() as engine, progress(len(states), "profile") as bar:
             bar.advance(len(store.groups))
-            roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling, cfg.domain.action_format)
+            roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
             chunk = max(1, 4 * cfg.generation.max_sequences // k)
             profile_states(states, roller, store, k, chunk, cfg.seed, lambda n: bar.advance(n))
     store.close()

@@ -43,7 +43,7 @@ def mean_only(rewards: Rewards, std_epsilon: float) -> list[float]:
 
 
 def leave_one_out(rewards: Rewards, std_epsilon: float) -> list[float]:
-    """NVIDIA's practice (method.md 4.7): mean and sample std of the *others*; undivided where the others do not vary."""
+    """NVIDIA's practice (method.md 4.7): mean and sample std of the *others*; no division where those do not vary."""
     if len(rewards) < 2:
         return [0.0] * len(rewards)
     result = []

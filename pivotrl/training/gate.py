@@ -44,8 +44,8 @@ def require_agreement(found: Mismatch, limit: float, when: str) -> None:
         return
     sequence, token, trainer, engine = found.worst
     raise MismatchError(
-        f"trainer and engine disagree {when}: mean |log-prob difference| {found.mean:.3g} > {limit:.3g}; worst at rollout "
-        f"{sequence}, token {token}: trainer {trainer:.4f}, engine {engine:.4f}.\n"
+        f"trainer and engine disagree {when}: mean |log-prob difference| {found.mean:.3g} > {limit:.3g}; worst at "
+        f"rollout {sequence}, token {token}: trainer {trainer:.4f}, engine {engine:.4f}.\n"
         "Training on this would follow a wrong gradient. Check that both load the same weights and sample at the same "
         "temperature; raise generation.max_mismatch only if you know why they differ."
     )

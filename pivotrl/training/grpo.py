@@ -1,6 +1,6 @@
 """`pivotrl train`: turn-level GRPO on pivots (method.md 1.3, Algorithm 1).
 
-Each step: draw B pivots -> G local rollouts each -> verdicts -> group advantages -> prefix tree -> Megatron step -> refit.
+Each step: draw B pivots -> G local rollouts each -> verdicts -> group advantages -> prefix tree -> Megatron -> refit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> list[State]:
 def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int) -> None:
     stale = {r.completion.weight_version for group in groups for r in group} - {version}
     if stale:
-        raise RuntimeError(f"rollouts of weight version {sorted(stale)}, the trainer is at {version}: the refit was missed")
+        raise RuntimeError(
+            f"rollouts of weight version {sorted(stale)}, the trainer is at {version}: a refit was missed"
+        )
 
 
 def open_gate(policy: MegatronPolicy, samples: Sequence[Sample], cfg: Config, when: str) -> Mismatch:
@@ -85,7 +87,7 @@ def update(policy: MegatronPolicy, samples: list[Sample], algorithm: Algorithm, 
 
 
 def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Train on `select/pivots.jsonl`; writes train/{metrics,rollouts}.jsonl, train/checkpoint (Hugging Face) and summary.json.
+    """Train on `select/pivots.jsonl`; writes train/{metrics,rollouts}.jsonl, train/checkpoint and train/summary.json.
 
     Raises UserError without pivots, on a foreign profile, and when trainer and engine disagree (MismatchError).
     """
@@ -108,10 +110,10 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     (directory / "rollouts.jsonl").unlink(missing_ok=True)
     with (
         bench.engine() as engine,
-        Tracker(directory, cfg.tracking, "train", asdict(cfg)) as tracker,
+        Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
         progress(a.steps, "train") as bar,
     ):
-        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling, cfg.domain.action_format)
+        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
         for step in range(a.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)

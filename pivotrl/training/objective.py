@@ -1,7 +1,7 @@
 """The losses: clipped policy gradient with KL to pi_0, and SFT. Pure torch; knows no engine and no parallel layout.
 
-A loss is a sum over target tokens of `weight * term`, and the weights, made once from the *global* batch, hold its one
-denominator. So neither micro-batches, packing, order, data parallelism nor prefix sharing can change it (design idea 3).
+A loss is a sum over target tokens of `weight * term`. The weights, made once from the *global* batch, hold its one
+denominator, so neither micro-batches, packing, order, data parallelism nor prefix sharing can change it (design idea 3).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pivotrl.policy.prefix_tree import PairBatch
+    from pivotrl.policy.policy import PairBatch
 
 LOG_RATIO_LIMIT = 20.0  # exp stays finite in float32; such a token is clipped anyway
 
@@ -48,7 +48,7 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 
 class FlatStreams:
-    """Per-token values of every sequence, laid end to end, looked up for the (sequence, offset) pairs of a micro-batch."""
+    """Per-token values of every sequence, laid end to end; looked up for the (sequence, offset) pairs of a tree."""
 
     def __init__(self, lengths: Sequence[int]):
         starts = torch.zeros(len(lengths), dtype=torch.long)
@@ -86,7 +86,7 @@ class GrpoObjective:
     advantages: Tensor  # [N]
     weights: Tensor  # [N]
     generator: Tensor  # [T] log-probs under the engine that sampled
-    old: Tensor | None  # [T] trainer's log-probs before the first update of this batch; None: strictly on-policy (ratio 1)
+    old: Tensor | None  # [T] trainer's log-probs before this batch's first update; None: strictly on-policy (ratio 1)
     reference: Tensor | None  # [T] log-probs under pi_0; None when kl_beta is 0
     clip_low: float
     clip_high: float

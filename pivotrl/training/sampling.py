@@ -1,4 +1,4 @@
-"""Which rows a step trains on: a pure function of (seed, step), so a resumed run draws what an uninterrupted one would."""
+"""Which rows a step trains on: a function of (seed, step), so a resumed run draws what an uninterrupted one would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class EpochSampler:
-    """`count` rows a step from shuffled epochs laid end to end: uniform, and every row is seen before any is seen again."""
+    """`count` rows a step from shuffled epochs laid end to end: every row is seen before any is seen again."""
 
     def __init__(self, rows: Sequence[T], count: int, seed: int):
         if not rows:

@@ -1,7 +1,7 @@
 """`pivotrl warmup` and `pivotrl sft`: supervised fine-tuning on demonstrated actions, through the same Megatron trainer.
 
-Every turn is one sequence (its prompt as the engine would see it, then the demonstrated action; only the action carries
-loss). The turns of a trajectory share their states, so the prefix tree computes each dialogue once.
+Every turn is one sequence (its prompt as the engine would see it, then the demonstrated action; only the action
+carries loss). The turns of a trajectory share their states, so the prefix tree computes each dialogue once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from pivotrl.training.sampling import EpochSampler
 from pivotrl.trajectories.schema import Turn
 
 
-def demonstrations(turns: Sequence[Turn], renderer: Renderer, context_length: int) -> tuple[list[list[TokenSequence]], int]:
+def demonstrations(
+    turns: Sequence[Turn], renderer: Renderer, context_length: int
+) -> tuple[list[list[TokenSequence]], int]:
     """One list of (prompt, action) sequences per trajectory, and how many turns were beyond the context (left out)."""
     by_trajectory: dict[str, list[TokenSequence]] = defaultdict(list)
     beyond = 0
@@ -48,8 +50,7 @@ def demonstrations(turns: Sequence[Turn], renderer: Renderer, context_length: in
 def sft_step(policy: MegatronPolicy, sequences: Sequence[TokenSequence]) -> dict[str, float]:
     """One optimiser step on the mean negative log-likelihood of all action tokens."""
     weights = token_weights([len(s.targets) for s in sequences], "token_mean")
-    stats = policy.train_step(list(sequences), SftObjective(torch.tensor(weights)), temperature=1.0)
-    return stats
+    return policy.train_step(list(sequences), SftObjective(torch.tensor(weights)), temperature=1.0)
 
 
 def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, steps: int) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
     )
     sampler = EpochSampler(rows, min(settings.trajectories_per_step, len(rows)), cfg.seed)
     tokens = 0
-    with Tracker(directory, cfg.tracking, stage, asdict(cfg)) as tracker, progress(steps, stage) as bar:
+    with Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=0) as tracker, progress(steps, stage) as bar:
         for step in range(steps):
             clock = time.monotonic()
             stats = sft_step(policy, [s for trajectory in sampler.draw(step) for s in trajectory])
@@ -94,8 +95,7 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
 
 
 def run_warmup(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """SFT of the model on the warm-up split: gives pi_0. With warmup.steps=0 pi_0 is the model itself, nothing is written
-    but the summary."""
+    """SFT of the model on the warm-up split: gives pi_0. With warmup.steps=0 pi_0 is the model itself."""
     steps = cfg.warmup.steps or 0
     if steps == 0:
         summary: dict[str, Any] = {"steps": 0, "note": "warmup.steps=0: the start policy is the model itself"}
@@ -106,4 +106,5 @@ def run_warmup(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
 def run_sft(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """The SFT baseline: from pi_0, on the trajectories that PivotRL trains on, with as many optimiser steps."""
-    return _train(cfg, run_dir, "sft", "train", cfg.sft, cfg.algorithm.steps if cfg.sft.steps is None else cfg.sft.steps)
+    steps = cfg.algorithm.steps if cfg.sft.steps is None else cfg.sft.steps
+    return _train(cfg, run_dir, "sft", "train", cfg.sft, steps)

@@ -1,0 +1,106 @@
+"""Reading of a Hugging Face config into the sizes that the tensor mappings are written in. Pure: no torch, no megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pivotrl.errors import UserError
+
+HFConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes of one model, in its own units (heads, features, experts), before any parallel split."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    moe_ffn: int = 0
+    experts: int = 0
+    moe_layers: tuple[bool, ...] = ()  # one a layer: True where the MLP is a mixture of experts
+    tied: bool = False  # the head is the embedding
+
+    def size(self, name: str) -> int:
+        """A size by the name used in `Tensor` shapes."""
+        derived = {"q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim}
+        return derived[name] if name in derived else int(getattr(self, name))
+
+
+def need(config: HFConfig, key: str) -> Any:
+    """`config[key]`, or a UserError that names the key."""
+    if config.get(key) is None:
+        raise UserError(
+            f"config.json: key '{key}' is missing; it is needed to build a '{config.get('model_type')}' model"
+        )
+    return config[key]
+
+
+def refuse(config: HFConfig, key: str, harmless: tuple[Any, ...] = (None, False)) -> None:
+    """Raise where a setting changes the computation in a way that the megatron model here does not have."""
+    if config.get(key) not in harmless:
+        raise UserError(f"config.json: '{key}: {config[key]}' is not supported; use a model without it")
+
+
+def rope_theta(config: HFConfig) -> float:
+    """Base of the rotary embedding, from the newer `rope_parameters` or the older `rope_theta` + `rope_scaling`.
+
+    Raises UserError for scaled variants (yarn, llama3, ...): they would change every position silently.
+    """
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise UserError(
+            f"config.json: rope type '{kind}' is not supported (only 'default'); use a model without RoPE scaling"
+        )
+    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    return float(10000.0 if theta is None else theta)
+
+
+def dense_dims(config: HFConfig) -> Dims:
+    """Dims of the Llama-shaped part that all families share."""
+    heads, hidden = int(need(config, "num_attention_heads")), int(need(config, "hidden_size"))
+    return Dims(
+        layers=int(need(config, "num_hidden_layers")),
+        hidden=hidden,
+        vocab=int(need(config, "vocab_size")),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        ffn=int(need(config, "intermediate_size")),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def megatron_kwargs(config: HFConfig, dims: Dims) -> dict[str, Any]:
+    """TransformerConfig settings that all families share (RMSNorm, SwiGLU, GQA, no biases, no dropout).
+
+    Names are megatron-core's. `activation_func` and everything about devices, precision and parallel layout are the
+    policy's, since they need torch.
+    """
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; only 'silu' is")
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        refuse(config, key)
+    return {
+        "num_layers": dims.layers,
+        "hidden_size": dims.hidden,
+        "num_attention_heads": dims.heads,
+        "num_query_groups": dims.kv_heads,
+        "kv_channels": dims.head_dim,
+        "ffn_hidden_size": dims.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "qk_layernorm": False,
+    }

@@ -1,0 +1,44 @@
+"""The model families that the policy, refit and conversion know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pivotrl.errors import UserError
+from pivotrl.models import llama, qwen3, qwen3_moe
+from pivotrl.models.dims import Dims, HFConfig
+from pivotrl.models.mapping import Rule
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: which Hugging Face architectures it serves, and how they map to megatron-core."""
+
+    name: str
+    architectures: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...]
+    dims: Callable[[HFConfig], Dims]
+    to_megatron_kwargs: Callable[[HFConfig], dict[str, Any]]
+
+    def ignored_names(self, dims: Dims) -> tuple[str, ...]:
+        """Patterns of names that a source may have and that carry nothing (a tied head written out)."""
+        return (*self.ignored, r"lm_head\.weight") if dims.tied else self.ignored
+
+
+FAMILIES = tuple(
+    Family(m.__name__.rpartition(".")[2], m.ARCHITECTURES, m.RULES, m.IGNORED, m.dims, m.to_megatron_kwargs)
+    for m in (llama, qwen3, qwen3_moe)
+)
+
+
+def family_for(config: HFConfig) -> Family:
+    """The family of a Hugging Face config (its `architectures`). Raises UserError listing the known ones."""
+    named = tuple(config.get("architectures") or ())
+    for family in FAMILIES:
+        if any(a in family.architectures for a in named):
+            return family
+    known = ", ".join(a for f in FAMILIES for a in f.architectures)
+    raise UserError(f"config.json: architectures {list(named)} are not supported; known: {known}")

@@ -1,0 +1,84 @@
+"""Run megatron-core on CPU with gloo. `enable()` once, before any model is built; does nothing where CUDA is.
+
+megatron-core names CUDA in many places where any device would do. Each patch below says which place needs it; they
+were found one by one on megatron-core 0.16.1 (0.19.2 names the same places).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_enabled = False
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Literal device="cuda" (schedules, optimizer, clip_grads, p2p), `.cuda()`, pinned memory, and the optimizer's
+    check that a parameter's type is 'torch.cuda.FloatTensor'."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: every method does nothing and gives another one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: _NoStream()
+
+
+def enable() -> None:
+    """Patch megatron-core for CPU, once a process. With CUDA: no-op."""
+    global _enabled
+    if torch.cuda.is_available() or _enabled:
+        return
+    _enabled = True
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # device=torch.cuda.current_device(): buffers of sequence parallel, all-to-all outputs, rotary frequencies
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *args, **kwargs: None  # pipeline communication, checkpoint saving
+    # side stream of the all-to-all dispatcher (torch.cuda.Stream itself stays: others use it in type hints)
+    stream = _NoStream()
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: stream  # type: ignore[assignment, return-value]
+    # split sizes must become numpy also when their tensors are on CPU already
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without Transformer Engine
+        moe_utils.te_general_gemm = None
+    # an official option: its fork() needs no CUDA generator (no dropout is used, so no per-rank dropout state is lost)
+    parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
+    # activation recompute saves and restores CUDA generator states
+    parallel_random._get_cuda_rng_state = parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
+    _keep_adam_step(DistributedOptimizer)
+    _CudaMeansCpu().__enter__()
+
+
+def _keep_adam_step(optimizer_class: Any) -> None:
+    """Loading a checkpoint with torch's Adam: megatron-core drops 'step' from the states and then asks for it."""
+    original = optimizer_class._set_main_param_and_optimizer_states
+
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state:
+            tensors.setdefault("step", state["step"])
+        return original(self, model_param, tensors)
+
+    optimizer_class._set_main_param_and_optimizer_states = set_states

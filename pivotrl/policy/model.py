@@ -1,0 +1,165 @@
+"""The megatron-core GPT model that runs prefix trees and returns log-probabilities of targets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as groups
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from pivotrl.config import Parallel
+from pivotrl.errors import UserError
+from pivotrl.models.dims import Dims
+from pivotrl.policy.head import target_logprobs
+from pivotrl.policy.modules import RMSNorm, SwiGLU
+from pivotrl.policy.prefix_tree import PrefixTree
+from pivotrl.policy.tree_attention import TreeAttention, TreeParams, rope_tables, tree_blocks
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel whose output is [2, P]: log-probability of each target pair, and entropy of its row (float32).
+
+    Earlier pipeline stages return hidden states, as any GPTModel. Position embedding is rotary, by tree depth, applied
+    in the attention; `rope_theta` is its base and `vocabulary` the number of real tokens (the rest is padding).
+    """
+
+    rope_theta: float
+    vocabulary: int
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        p: TreeParams = packed_seq_params
+        group = groups.get_tensor_model_parallel_group()
+        rank, size = group.rank(), group.size()
+        if self.config.sequence_parallel:  # [S / tp, 1, H] -> [S, 1, H]; the backward sums and scatters
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=group
+            )
+        elif size > 1:  # the backward sums over the ranks
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        first = rank * weight.shape[0]
+        weight = weight[: max(0, self.vocabulary - first)]  # without padding
+        hidden = hidden_states[:, 0].index_select(0, p.sources)  # [U, H]
+        logprobs, entropy = target_logprobs(hidden, weight, p.pair_source, p.pair_token - first, p.temperature, group)
+        return torch.stack([logprobs, entropy[p.pair_source]])  # [2, P]
+
+    def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float) -> Tensor:
+        """Run a tree through `wrapped` (this model inside its data-parallel wrapper): [2, P] in the order of its pairs."""
+        device = next(self.parameters()).device
+        order = np.argsort(tree.pair_row, kind="stable")
+        sources, pair_source = np.unique(tree.pair_row[order], return_inverse=True)
+        position_ids = torch.from_numpy(tree.position_ids).to(device)
+        cosine, sine = rope_tables(position_ids, self.config.kv_channels, self.rope_theta, self.config.params_dtype)
+        params = TreeParams(
+            qkv_format="sbhd",
+            max_seqlen_q=len(tree.token_ids),
+            max_seqlen_kv=len(tree.token_ids),
+            blocks=tree_blocks(tree.segments, device),
+            cosine=cosine,
+            sine=sine,
+            sources=torch.from_numpy(sources).to(device),
+            pair_source=torch.from_numpy(pair_source).to(device),
+            pair_token=torch.from_numpy(tree.pair_token[order]).to(device),
+            temperature=temperature,
+        )
+        ids = torch.from_numpy(tree.token_ids).to(device)[None]  # [1, S]
+        out: Tensor = wrapped(ids, position_ids[None], None, packed_seq_params=params)
+        if not self.post_process:
+            return out
+        return out[:, torch.from_numpy(np.argsort(order)).to(device)]
+
+
+def transformer_config(
+    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype
+) -> TransformerConfig:
+    """TransformerConfig of a family's settings, with what depends on devices, precision and parallel layout.
+
+    Raises UserError where the model cannot be split so.
+    """
+    for what, size, by, key in (
+        ("key-value heads", dims.kv_heads, parallel.tensor, "tensor"),
+        ("ffn size", dims.ffn, parallel.tensor, "tensor"),
+        ("layers", dims.layers, parallel.pipeline, "pipeline"),
+        ("experts", dims.experts, parallel.expert, "expert"),
+        ("expert ffn size", dims.moe_ffn, parallel.expert_tensor, "expert_tensor"),
+    ):
+        if size % by:
+            raise UserError(f"parallel.{key}: the model has {size} {what}, which {by} does not divide")
+    if dims.experts and parallel.tensor > 1 and not parallel.sequence:
+        raise UserError(
+            "parallel.sequence: megatron-core needs it for a mixture of experts with parallel.tensor > 1; set it to true"
+        )
+    if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
+        raise UserError("parallel.expert: this model has no experts; set expert and expert_tensor to 1")
+    cuda = torch.cuda.is_available()
+    # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
+    dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"
+    return TransformerConfig(
+        **settings,
+        activation_func=F.silu,
+        use_te_activation_func=True,  # the hook through which SwiGLU gets both halves; nothing of TE is used
+        use_cpu_initialization=not cuda,
+        perform_initialization=False,  # every weight is loaded
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        moe_token_dispatcher_type=dispatcher,
+        moe_grouped_gemm=False,
+        moe_permute_fusion=False,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        variable_seq_lengths=parallel.pipeline > 1,  # trees differ in size
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True,  # gradients are sums: the objective holds the one denominator
+    )
+
+
+def build_model(config: TransformerConfig, dims: Dims, theta: float, max_length: int) -> PolicyModel:
+    """The model of this rank's pipeline stage, with uninitialised weights."""
+    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"))
+    spec.layer_norm = RMSNorm
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = TreeAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        mlp = parts.mlp.submodules
+        mlp = mlp.experts.submodules if getattr(mlp, "experts", None) is not None else mlp
+        mlp.activation_func = SwiGLU
+    model = PolicyModel(
+        config,
+        spec,
+        vocab_size=-(-dims.vocab // config.tensor_model_parallel_size) * config.tensor_model_parallel_size,
+        max_sequence_length=max_length,
+        position_embedding_type="none",  # rotary embedding is applied in the attention, by tree depth
+        pre_process=groups.is_pipeline_first_stage(),
+        post_process=groups.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=dims.tied,
+    )
+    model.rope_theta, model.vocabulary = theta, dims.vocab
+    return model

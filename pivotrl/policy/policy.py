@@ -1,0 +1,299 @@
+"""`MegatronPolicy`: the trainable policy on megatron-core. One source for one CPU process and for clusters.
+
+Every rank is given the same list of sequences; the policy splits it over data-parallel ranks. Losses are sums over
+micro-batches and ranks of what the objective returns, so the objective holds the one global denominator and the
+gradient does not depend on how the batch was cut (design idea 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as groups
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from pivotrl.config import Optimizer, Parallel, Precision
+from pivotrl.errors import UserError
+from pivotrl.models.dims import Dims, rope_theta
+from pivotrl.models.folder import ModelFolder
+from pivotrl.models.mapping import Entry, plan
+from pivotrl.models.registry import family_for
+from pivotrl.policy import distributed
+from pivotrl.policy.model import PolicyModel, build_model, transformer_config
+from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
+from pivotrl.policy.schedule import learning_rate
+from pivotrl.policy.weights import full_weights, load_weights, write_folder
+
+EVALUATION_TOKENS = 4096  # unique tokens of a forward without gradient, for a policy that has no optimizer
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Which target each element of a micro-batch's log-probs is: `tokens[k]`, target number `offset[k]` of `sequences[sequence[k]]`."""
+
+    sequence: Tensor  # [P] int64, index in the list given to train_step
+    offset: Tensor  # [P] int64
+    tokens: Tensor  # [P] int64
+
+
+Objective = Callable[[Tensor, Tensor, PairBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class MegatronPolicy:
+    """A causal language model on megatron-core: log-probs, training steps, weights under Hugging Face names."""
+
+    def __init__(self, model: PolicyModel, dims: Dims, table: dict[str, Entry], seed: int) -> None:
+        self.model, self.dims, self.table, self.seed = model, dims, table, seed
+        self.settings: Optimizer | None = None
+        self.total_steps = 0
+        self.step = 0  # train_step calls so far; drives the schedule
+        self.optimizer: Any = None
+        self.wrapped: Any = Float16Module(model.config, model) if model.config.bf16 else model
+        self._reference: list[Tensor] | None = None
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        parallel: Parallel,
+        precision: Precision,
+        optimizer: Optimizer | None,
+        max_length: int,
+        total_steps: int,
+        seed: int,
+        keep_reference: bool = False,
+    ) -> MegatronPolicy:
+        """Build the policy of a Hugging Face folder in this process's place of the parallel layout.
+
+        Args: `optimizer` None gives a policy for log-probs only; `max_length` in tokens; `total_steps` for the schedule;
+        `keep_reference` keeps a CPU copy of these weights for `reference()`.
+        Raises UserError for a model, layout or precision that cannot be had.
+        """
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        if precision.policy not in dtypes:
+            raise UserError(f"precision.policy: '{precision.policy}' is not known; use 'fp32' or 'bf16'")
+        if precision.fp8 is not None:
+            raise UserError("precision.fp8: this policy has no FP8 path yet; set it to null")
+        folder = ModelFolder(Path(model_dir))
+        family = family_for(folder.config)
+        dims = family.dims(folder.config)
+        settings = family.to_megatron_kwargs(folder.config)
+        theta = rope_theta(folder.config)
+        distributed.initialise(parallel)
+        torch.manual_seed(seed)
+        if torch.cuda.is_available():
+            model_parallel_cuda_manual_seed(seed)
+        config = transformer_config(settings, dims, parallel, dtypes[precision.policy])
+        model = build_model(config, dims, theta, max_length)
+        table = plan(family.rules, dims)
+        load_weights(model, folder, family, dims, table)
+        if torch.cuda.is_available():
+            model.cuda()
+        policy = cls(model, dims, table, seed)
+        if keep_reference:
+            policy._reference = [p.detach().cpu().clone() for p in model.parameters()]
+        if optimizer is not None:
+            policy._make_trainable(optimizer, total_steps)
+        return policy
+
+    def _make_trainable(self, settings: Optimizer, total_steps: int) -> None:
+        config = self.model.config
+        learning_rate(settings, 0, total_steps)  # refuses an unknown schedule now
+        self.settings, self.total_steps = settings, total_steps
+        self.wrapped = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            self.wrapped,
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.learning_rate,
+                min_lr=0.0,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.epsilon,
+                clip_grad=settings.clip_grad,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self.wrapped],
+        )
+        for group in self._groups():
+            if "fused" in group and not torch.cuda.is_available():  # torch's Adam: one pass over memory instead of ten
+                group.update(fused=True, foreach=False)
+
+        # sums, not means: megatron-core would divide by a token count that the objective has already used
+        def finalize(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+            finalize_model_grads(model, None, **kwargs)
+
+        config.finalize_model_grads_func = finalize
+
+    def _groups(self) -> list[dict[str, Any]]:
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [g for o in chained if o.optimizer is not None for g in o.optimizer.param_groups]
+
+    def logprobs(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Tensor]:
+        """Log-probs at `temperature` of the targets of each sequence: float32 [number of targets], on CPU, on every rank."""
+        starts = [0]
+        for s in sequences:
+            starts.append(starts[-1] + len(s.targets))
+        flat = torch.zeros(starts[-1])
+        begin = torch.tensor(starts)
+
+        def keep(tree: PrefixTree, out: Tensor) -> None:
+            where = begin[torch.from_numpy(tree.pair_sequence)] + torch.from_numpy(tree.pair_offset)
+            flat[where] = out[0].detach().cpu()
+
+        trees = self._trees(sequences)
+        self.wrapped.eval()
+        with torch.no_grad():
+            self._forward_backward(
+                trees, temperature, lambda tree, out: (keep(tree, out), (out.sum() * 0.0, {}))[1], True
+            )
+        flat = self._on_every_rank(flat)
+        return list(flat.split([len(s.targets) for s in sequences]))
+
+    def train_step(
+        self, sequences: Sequence[TokenSequence], objective: Objective, temperature: float
+    ) -> dict[str, float]:
+        """One optimiser step on the sum of the objective over all pairs of `sequences`.
+
+        `objective(logprobs [P], entropy [P], pairs)` returns a scalar that is already divided by the global
+        denominator, and metrics that are summed over micro-batches and ranks. Both come back with grad_norm,
+        learning_rate, tokens_total, tokens_unique and skipped; a non-finite loss or gradient skips the optimiser step
+        (skipped = 1.0) and leaves the weights as they were.
+        """
+        if self.optimizer is None or self.settings is None:
+            raise RuntimeError("this policy was loaded without an optimizer")
+        rate = learning_rate(self.settings, self.step, self.total_steps)
+        for group in self._groups():
+            group["lr"] = rate
+        trees = self._trees(sequences)
+        self.wrapped.train()
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def loss_of(tree: PrefixTree, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            if not len(tree.pair_row):  # a micro-batch that only takes part in the collectives
+                return out.sum() * 0.0, {}
+            pairs = PairBatch(
+                *(torch.from_numpy(x).to(out.device) for x in (tree.pair_sequence, tree.pair_offset, tree.pair_token))
+            )
+            loss, metrics = objective(out[0], out[1], pairs)
+            return loss, {"loss": loss.detach(), **{k: v.detach() for k, v in metrics.items()}}
+
+        sums = self._sum_metrics(self._forward_backward(trees, temperature, loss_of, False), trees)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm() or 0.0)
+        skipped = not (math.isfinite(norm) and math.isfinite(sums.get("loss", 0.0)))
+        if not skipped:
+            self.optimizer.step()
+        self.step += 1
+        return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight, in the policy's dtype, on every rank; all ranks must consume it."""
+        return full_weights(self.model, self.dims, self.table)
+
+    def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
+        """Write a Hugging Face folder whole or not at all; config and tokenizer come from `source_dir`. All ranks call it.
+
+        `chat_template`: the template that the policy was trained with, where it is not the folder's own.
+        """
+        extra = {} if chat_template is None else {"chat_template.jinja": chat_template}
+        write_folder(self.hf_weights(), Path(out_dir), Path(source_dir), self.model.config.params_dtype, extra)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block the policy is pi_0, the weights that it was loaded with (for KL to the reference)."""
+        if self._reference is None:
+            raise RuntimeError("no reference weights: load the policy with keep_reference=True")
+        parameters = list(self.model.parameters())
+        trained = [p.data for p in parameters]
+        try:
+            for p, initial in zip(parameters, self._reference, strict=True):
+                p.data = initial.to(p.device)
+            yield
+        finally:
+            for p, data in zip(parameters, trained, strict=True):
+                p.data = data
+
+    def _trees(self, sequences: Sequence[TokenSequence]) -> list[PrefixTree]:
+        """This data-parallel rank's micro-batches; as many on every rank."""
+        budget = self.settings.tokens_per_microbatch if self.settings else EVALUATION_TOKENS
+        plans = schedule(sequences, budget, groups.get_data_parallel_world_size())
+        multiple = self.model.config.tensor_model_parallel_size if self.model.config.sequence_parallel else 1
+        return [build_tree(sequences, batch, multiple) for batch in plans[groups.get_data_parallel_rank()]]
+
+    def _forward_backward(
+        self,
+        trees: list[PrefixTree],
+        temperature: float,
+        loss_of: Callable[[PrefixTree, Tensor], tuple[Tensor, dict[str, Tensor]]],
+        forward_only: bool,
+    ) -> list[dict[str, Tensor]]:
+        """Run megatron-core's schedule over the trees; the losses' metrics of the last pipeline stage, one dict a tree."""
+
+        def forward_step(iterator: Iterator[PrefixTree], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            tree = next(iterator)
+            out = self.model.run(wrapped, tree, temperature)
+
+            def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                value, metrics = loss_of(tree, output)
+                return value, torch.zeros([], dtype=torch.int, device=output.device), metrics
+
+            return out, loss
+
+        result: list[dict[str, Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(trees),
+            model=[self.wrapped],
+            num_microbatches=len(trees),
+            seq_length=max(len(t.token_ids) for t in trees),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return result
+
+    def _counts_here(self) -> bool:
+        """True on one rank of each data-parallel replica: the last stage's first tensor-parallel rank."""
+        return groups.is_pipeline_last_stage() and groups.get_tensor_model_parallel_rank() == 0
+
+    def _sum_metrics(self, metrics: list[dict[str, Tensor]], trees: list[PrefixTree]) -> dict[str, float]:
+        """Sum over micro-batches and data-parallel ranks, the same on every rank."""
+        own: dict[str, float] = {
+            "tokens_total": float(sum(t.tokens_total for t in trees)),
+            "tokens_unique": float(sum(t.tokens_unique for t in trees)),
+        }
+        for m in metrics:
+            for key, value in m.items():
+                own[key] = own.get(key, 0.0) + float(value)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own if self._counts_here() else {})
+        total: dict[str, float] = {}
+        for part in everyone:
+            for key, value in part.items():
+                total[key] = total.get(key, 0.0) + value
+        return total
+
+    def _on_every_rank(self, flat: Tensor) -> Tensor:
+        """Sum of disjoint parts over data-parallel replicas."""
+        if dist.get_world_size() > 1:
+            flat = flat if self._counts_here() else torch.zeros_like(flat)
+            dist.all_reduce(flat)  # on CPU: gloo
+        return flat

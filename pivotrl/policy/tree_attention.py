@@ -1,0 +1,201 @@
+"""Attention over a prefix tree, exact and without masked work.
+
+In depth-first order every segment is seen (a) by itself, causally, and (b) in full by the contiguous rows of its
+descendants. So the whole tree is at most two *unmasked* rectangles a segment, over slices of one row of tokens; the
+partial softmaxes that a row collects from its ancestors are merged by their log-sum-exp, and the backward runs each
+rectangle with the merged statistics (as ring attention does). Pairs of siblings are never computed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from pivotrl.policy.prefix_tree import Segment
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+LEAF_GROUP_WASTE = 1.3  # leaves are computed together while padding them costs less than this factor in rows
+
+
+@dataclass(frozen=True)
+class LeafGroup:
+    """Segments of similar length whose own causal attention is one batched call; `rows` pads by repeating the last row."""
+
+    rows: Tensor  # [n, length]
+    valid: Tensor  # [n, length] bool
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The rectangles of a tree."""
+
+    groups: tuple[LeafGroup, ...]  # own causal attention of the segments
+    descendants: tuple[tuple[int, int, int], ...]  # (start, end, subtree_end): rows [end, subtree_end) see [start, end)
+
+
+def tree_blocks(segments: tuple[Segment, ...], device: torch.device) -> Blocks:
+    """Group the causal parts of the segments by length; list the descendant rectangles."""
+    by_length = sorted(segments, key=lambda s: s.start - s.end)  # longest first
+    groups: list[list[Segment]] = []
+    for s in by_length:
+        longest = groups[-1][0].end - groups[-1][0].start if groups else 0
+        if groups and longest <= LEAF_GROUP_WASTE * (s.end - s.start):
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    made = []
+    for group in groups:
+        starts = torch.tensor([s.start for s in group], device=device)[:, None]  # [n, 1]
+        lengths = torch.tensor([s.end - s.start for s in group], device=device)[:, None]
+        offsets = torch.arange(group[0].end - group[0].start, device=device)[None]  # [1, length]
+        made.append(LeafGroup(starts + torch.minimum(offsets, lengths - 1), offsets < lengths))
+    return Blocks(tuple(made), tuple((s.start, s.end, s.subtree_end) for s in segments if s.subtree_end > s.end))
+
+
+@dataclass
+class TreeParams(PackedSeqParams):
+    """Travels through GPTModel.forward(packed_seq_params=...) to the attention and the head."""
+
+    blocks: Blocks | None = None
+    cosine: Tensor | None = None  # [S, head_dim]
+    sine: Tensor | None = None  # [S, head_dim]
+    pair_source: Tensor | None = None  # [P] index into `sources`
+    sources: Tensor | None = None  # [U] rows whose logits are needed
+    pair_token: Tensor | None = None  # [P]
+    temperature: float = 1.0
+
+
+def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, head_dim] of rotary embedding at arbitrary positions (half-rotation layout, as in Llama)."""
+    exponent = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
+    angles = position_ids.float()[:, None] / theta**exponent  # [S, head_dim / 2]
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding of x [h, S, d]; with -sine it is undone."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1).mul_(sine).addcmul_(x, cosine)
+
+
+class _TreeAttention(torch.autograd.Function):
+    """q [S, h, d], k and v [S, g, d], before rotary embedding -> [S, h, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, blocks: Blocks, scale: float
+    ) -> Tensor:
+        heads_first = [x.transpose(0, 1) for x in (q, k, v)]
+        qh, kh = _rotate(heads_first[0], cosine, sine), _rotate(heads_first[1], cosine, sine)  # [h, S, d], [g, S, d]
+        vh = heads_first[2].contiguous()
+        out = torch.empty_like(qh)  # [h, S, d]
+        lse = torch.empty(qh.shape[:2], dtype=torch.float32)  # [h, S]
+        share = qh.shape[0] // kh.shape[0]
+        for group in blocks.groups:
+            o, m = _flash(*_gather_group(group, share, qh, kh, vh), 0.0, True, scale=scale)
+            out[:, group.rows[group.valid]] = o.transpose(1, 2)[group.valid].transpose(0, 1)
+            lse[:, group.rows[group.valid]] = m.transpose(1, 2)[group.valid].transpose(0, 1)
+        total = out.float() if blocks.descendants else out
+        for start, end, stop in blocks.descendants:
+            o, m = _flash(*_fold(qh, kh, vh, start, end, stop), 0.0, False, scale=scale)
+            o, m = o.reshape(qh.shape[0], stop - end, -1), m.reshape(qh.shape[0], stop - end)
+            old = lse[:, end:stop]
+            both = torch.logaddexp(old, m)
+            total[:, end:stop].mul_((old - both).exp_()[..., None]).addcmul_(o.float(), (m - both).exp_()[..., None])
+            lse[:, end:stop] = both
+        out = total.to(q.dtype)
+        ctx.save_for_backward(qh, kh, vh, out, lse, cosine, sine)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qh, kh, vh, out, lse, cosine, sine = ctx.saved_tensors
+        grad = grads[0].transpose(0, 1).contiguous()  # [h, S, d]
+        heads, groups = qh.shape[0], kh.shape[0]
+        share = heads // groups
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (qh, kh, vh))
+        for group in ctx.blocks.groups:
+            stats = [_gather(x, group) for x in (grad, out, lse)]
+            stats[0] = stats[0] * group.valid[:, None, :, None]  # repeated rows have no gradient
+            gathered = _gather_group(group, share, qh, kh, vh)
+            gq, gk, gv = _flash_backward(stats[0], *gathered, stats[1], stats[2], 0.0, True, scale=ctx.scale)
+            for total, g, per in ((dq, gq, 1), (dk, gk, share), (dv, gv, share)):
+                g = g.unflatten(1, (-1, per)).sum(2) if per > 1 else g  # [n, heads of `total`, length, d]
+                total.index_add_(1, group.rows[group.valid], g.transpose(1, 2)[group.valid].transpose(0, 1).float())
+        for start, end, stop in ctx.blocks.descendants:
+            g, o, m = (_fold_rows(x, groups, end, stop) for x in (grad, out, lse))
+            folded = _fold(qh, kh, vh, start, end, stop)
+            gq, gk, gv = _flash_backward(g, *folded, o, m, 0.0, False, scale=ctx.scale)
+            dq[:, end:stop] += gq.reshape(heads, stop - end, -1)
+            dk[:, start:end] += gk[0]
+            dv[:, start:end] += gv[0]
+        dq, dk = _rotate(dq, cosine.float(), -sine.float()), _rotate(dk, cosine.float(), -sine.float())
+        return *(x.to(qh.dtype).transpose(0, 1) for x in (dq, dk, dv)), None, None, None, None
+
+
+def _gather(x: Tensor, group: LeafGroup) -> Tensor:
+    """x [h, S, ...] -> [n, h, length, ...]"""
+    return x[:, group.rows].transpose(0, 1)
+
+
+def _gather_group(group: LeafGroup, share: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Own rows of the group's segments, key-value heads repeated to the query heads: [n, h, length, d] each."""
+    k, v = (_gather(x, group).repeat_interleave(share, 1) for x in (k, v))
+    return _gather(q, group), k, v
+
+
+def _fold_rows(x: Tensor, groups: int, end: int, stop: int) -> Tensor:
+    """Rows [end, stop) of x [h, S, ...], the query heads of a key-value head after one another: [1, g, share * n, ...]"""
+    return x[:, end:stop].unflatten(0, (groups, -1)).flatten(1, 2)[None]
+
+
+def _fold(q: Tensor, k: Tensor, v: Tensor, start: int, end: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of the descendants against keys of the segment; without a mask, heads that share keys are just more rows."""
+    return _fold_rows(q, k.shape[0], end, stop), k[None, :, start:end], v[None, :, start:end]
+
+
+class TreeAttention(MegatronModule):
+    """`core_attention` of the layer spec: query [S, 1, h, d], key and value [S, 1, g, d] (this rank's heads) -> [S, 1, h * d]."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        if not isinstance(packed_seq_params, TreeParams):
+            raise TypeError("TreeAttention needs TreeParams: the model must be called with a prefix tree")
+        if query.is_cuda:
+            raise NotImplementedError("tree attention has a CPU kernel only so far; run the policy on CPU")
+        p = packed_seq_params
+        out = _TreeAttention.apply(query[:, 0], key[:, 0], value[:, 0], p.cosine, p.sine, p.blocks, self.scale)
+        return out.reshape(out.shape[0], 1, -1)

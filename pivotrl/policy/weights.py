@@ -1,0 +1,194 @@
+"""Weights between a Hugging Face folder and the shards of a running model: loading, gathering, writing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as groups
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from pivotrl.io import write_json
+from pivotrl.models.dims import Dims
+from pivotrl.models.folder import INDEX, SINGLE, ModelFolder
+from pivotrl.models.mapping import Entry, Place, check_source, global_name, local_shard, merge, unpack
+from pivotrl.models.registry import Family
+from pivotrl.policy.model import PolicyModel
+
+SHARD_BYTES = 4 * 2**30  # size of one written safetensors file
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth")
+
+
+def place_of(model: PolicyModel) -> Place:
+    """Where this rank stands in the parallel groups."""
+    return Place(
+        tp_rank=groups.get_tensor_model_parallel_rank(),
+        tp_size=groups.get_tensor_model_parallel_world_size(),
+        ep_rank=groups.get_expert_model_parallel_rank(),
+        ep_size=groups.get_expert_model_parallel_world_size(),
+        etp_rank=groups.get_expert_tensor_parallel_rank(),
+        etp_size=groups.get_expert_tensor_parallel_world_size(),
+        layer_offset=get_transformer_layer_offset(model.config),
+    )
+
+
+def load_weights(model: PolicyModel, folder: ModelFolder, family: Family, dims: Dims, table: dict[str, Entry]) -> None:
+    """Fill every parameter of the model from the folder. Raises UserError naming what is missing, unknown or misshapen."""
+    check_source(table, folder.shapes, family.ignored_names(dims), str(folder.path))
+    place = place_of(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(local_shard(name, table, dims, place, folder.tensor))
+            entry = table.get(global_name(name, place, dims.experts))
+            if entry and entry.rule.expert:
+                # with one expert-parallel rank megatron-core reduces experts over the ranks of dense weights, which is
+                # silently wrong where expert_tensor differs from tensor: several ranks then hold the same expert
+                parameter.allreduce = False  # type: ignore[attr-defined]
+            axis = entry.rule.axis if entry else 0  # without an entry: a tied head's copy of the embedding
+            if axis is not None:
+                # megatron-core sets these when it initialises weights itself; without them the gradient norm counts the
+                # shards of the first rank only
+                stride = 2 if entry and entry.rule.layout == "gate_up" else 1
+                set_tensor_model_parallel_attributes(parameter, True, axis, stride)
+    folder.close()
+
+
+def full_weights(model: PolicyModel, dims: Dims, table: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under its Hugging Face name, whole, on every rank. All ranks must consume it to the end, in step."""
+    place = place_of(model)
+    own = {global_name(n, place, dims.experts): p.detach() for n, p in model.named_parameters()}
+    per_rank = dims.experts // place.ep_size if dims.experts else 0
+    for name, entry in table.items():
+        if entry.expert is None:
+            yield from unpack(entry, _share_stage(_gather(entry, own.get(name), place), entry, model), dims)
+        elif entry.expert < per_rank:  # this expert of every rank of the expert-parallel group, in one gather
+            mine = name.replace(
+                f".local_experts.{entry.expert}.", f".local_experts.{entry.expert + place.ep_rank * per_rank}."
+            )
+            full = _share_stage(_gather(entry, own.get(mine), place), entry, model)
+            for rank, expert in enumerate(_all_gather(full, groups.get_expert_model_parallel_group(), place.ep_size)):
+                other = name.replace(
+                    f".local_experts.{entry.expert}.", f".local_experts.{entry.expert + rank * per_rank}."
+                )
+                yield from unpack(table[other], expert, dims)
+
+
+def _gather(entry: Entry, shard: Tensor | None, place: Place) -> Tensor | None:
+    """Shards of the tensor-parallel ranks -> the full megatron tensor; None on stages that do not hold it."""
+    _, size = place.split(entry.rule)
+    if shard is None or size == 1 or entry.rule.axis is None:
+        return shard
+    group = groups.get_expert_tensor_parallel_group() if entry.rule.expert else groups.get_tensor_model_parallel_group()
+    return merge(entry, _all_gather(shard, group, size))
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+    if size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def _share_stage(full: Tensor | None, entry: Entry, model: PolicyModel) -> Tensor:
+    """Send a tensor from the pipeline stage that holds it to the others."""
+    stages = groups.get_pipeline_model_parallel_world_size()
+    if stages == 1:
+        assert full is not None, f"no rank holds {entry.hf}"
+        return full
+    if entry.layer is not None:
+        owner = entry.layer // (model.config.num_layers // stages)
+    else:
+        owner = 0 if entry.rule.megatron.startswith("embedding.") else stages - 1
+    if groups.get_pipeline_model_parallel_rank() != owner:
+        rows = sum(shape[0] for shape in entry.shapes)
+        parameter = next(model.parameters())
+        full = torch.empty((rows, *entry.shapes[0][1:]), dtype=parameter.dtype, device=parameter.device)
+    assert full is not None, f"stage {owner} does not hold {entry.hf}"
+    group = groups.get_pipeline_model_parallel_group()
+    full = full.contiguous()
+    dist.broadcast(full, dist.get_process_group_ranks(group)[owner], group=group)
+    return full
+
+
+def write_folder(
+    weights: Iterable[tuple[str, Tensor]], out_dir: Path, source_dir: Path, dtype: torch.dtype, extra: Mapping[str, str]
+) -> None:
+    """Write a Hugging Face folder; rank 0 writes, every rank takes part in gathering `weights`.
+
+    The folder appears under its name only when it is whole: it is written beside it and renamed. config.json,
+    generation_config.json, the tokenizer and the like are carried over from `source_dir`; `extra` holds files (name ->
+    text) that take their place.
+    """
+    writer = dist.get_rank() == 0
+    temporary = out_dir.with_name(out_dir.name + ".tmp")
+    if writer:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    files: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+    for name, tensor in weights:
+        if not writer:
+            continue
+        if pending and size + tensor.nbytes > SHARD_BYTES:
+            files.append(_write_shard(temporary, len(files), pending))
+            pending, size = {}, 0
+        pending[name] = tensor.cpu().contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    if writer:
+        files.append(_write_shard(temporary, len(files), pending))
+        _name_shards(temporary, files, total)
+        _carry_over(source_dir, temporary, dtype)
+        for name, text in extra.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        _replace(temporary, out_dir)
+    dist.barrier()
+
+
+def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _name_shards(folder: Path, files: list[list[str]], total: int) -> None:
+    """Hugging Face names: one file, or numbered files and an index."""
+    if len(files) == 1:
+        (folder / "shard-0.safetensors").rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for i, names in enumerate(files):
+        final = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"shard-{i}.safetensors").rename(folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _carry_over(source: Path, target: Path, dtype: torch.dtype) -> None:
+    weights = {f for pattern in _WEIGHT_FILES for f in source.glob(pattern)}
+    for file in source.iterdir():
+        if file.is_file() and file not in weights:
+            shutil.copy2(file, target / file.name)
+    with (source / "config.json").open(encoding="utf-8") as handle:
+        config = json.load(handle)
+    for key in ("dtype", "torch_dtype"):  # newer and older name
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+    write_json(target / "config.json", config)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

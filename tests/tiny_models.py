@@ -1,0 +1,83 @@
+"""Tiny random Hugging Face models, with every weight distinct and norms away from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    initializer_range=0.1,
+    rms_norm_eps=1e-6,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    attn_implementation="eager",
+)
+NAMES = ("llama", "qwen3", "qwen3_moe")
+
+
+def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A float32 model: "llama" (tied head), "qwen3" (untied) or "qwen3_moe" (first layer dense, then experts)."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    torch.manual_seed(seed)
+    if name == "llama":
+        model = LlamaForCausalLM(
+            LlamaConfig(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": True, **changes})
+        )
+    elif name == "qwen3":
+        model = Qwen3ForCausalLM(
+            Qwen3Config(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": False, **changes})
+        )
+    else:
+        moe = dict(
+            num_hidden_layers=3,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[0],
+            tie_word_embeddings=False,
+        )
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**COMMON, **moe, **changes}))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.float().eval()
+
+
+def save_tiny(name: str, path: Path, **changes: Any) -> Any:
+    """Save the model as a Hugging Face folder; returns the model."""
+    model = tiny_model(name, **changes)
+    model.save_pretrained(path)
+    return model
+
+
+def on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5 fuses experts in memory; names and tensors as its files have them (one a expert and projection)."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        base = name.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):  # [E, 2 * I, H]
+            for e, fused in enumerate(tensor):
+                out[f"{base}.{e}.gate_proj.weight"], out[f"{base}.{e}.up_proj.weight"] = fused.chunk(2, 0)
+        elif name.endswith("experts.down_proj"):  # [E, H, I]
+            out.update({f"{base}.{e}.down_proj.weight": t for e, t in enumerate(tensor)})
+        else:
+            out[name] = tensor
+    return out
