@@ -1,6 +1,6 @@
 """The verifier runner: what hanging verifiers cost, and what processes cost.
 
-    python benchmarks/verifiers_runner.py [--hangs 100] [--limit 10] [--workers 2] [--max-stuck 100] [--pairs 4000]
+    python -m benchmarks.verifiers_runner [--hangs 100] [--limit 10] [--workers 2] [--max-stuck 100] [--pairs 4000]
     [--json]
 
 1. `hangs` pairs that never return, of as many turns, before 50 that do: wall time against the limit, when the good ones
