@@ -41,8 +41,8 @@ class VerifierRunner:
     `workers=0` verifies in this process: no start-up, no transfer, and no time-out (use it for verifiers that compute
     only). With workers, each pair has `timeout_seconds` of its own: a worker that is past it is killed with all its
     children and replaced, and its pair becomes `Verdict(None, "timeout")`; where a worker dies, its pair becomes
-    `Verdict(None, "worker_died")`. A worker that is merely slow (past a tenth of the limit, at most half a second) is
-    set aside while another takes over the queue, up to `max_stuck` at once, so that hung pairs hold up nobody.
+    `Verdict(None, "worker_died")`. A worker that takes 20 times the usual time of a pair (at most a tenth of the limit)
+    is set aside while another takes over the queue, up to `max_stuck` at once, so that hung pairs hold up nobody.
 
     `verifier_factory` takes no arguments and must be picklable: `functools.partial(get_verifier, config)`.
     Verdicts with a reward are cached by content: verifier name, version and config, the turn (state, tools,
@@ -71,7 +71,7 @@ class VerifierRunner:
         self.name, self.version = self.verifier.name, self.verifier.version
         self.workers, self.timeout_seconds, self.max_stuck = workers, timeout_seconds, max_stuck
         self.start_timeout_seconds = start_timeout_seconds
-        self._grace = min(0.5, timeout_seconds / 10)
+        self._answered, self._answer_seconds = 0, 0.0  # by workers, for the usual time of a pair
         self._factory_frame = self._pickled(verifier_factory) if workers else b""
         self._ignores_thinking = bool(getattr(self.verifier, "ignores_thinking", False))
         self._identity = json.dumps([self.name, self.version, self.verifier.config()], sort_keys=True, default=repr)
@@ -189,9 +189,11 @@ class VerifierRunner:
         try:
             while pending or any(worker.queue for worker in self._pool):
                 self._hire(pending)
+                active = sum(bool(w.queue) for w in self._pool) - self._stuck()
                 for worker in self._pool:
-                    if pending and not worker.busy:
+                    if pending and not worker.busy and active < self.workers:
                         self._assign(worker, pairs, pending, results)
+                        active += 1
                 self._wait()
                 for worker in list(self._pool):
                     self._collect(worker, pairs, pending, results)
@@ -204,12 +206,11 @@ class VerifierRunner:
 
     def _hire(self, pending: deque[int]) -> None:
         """Keep as many workers that make progress as there is work for, beside at most `max_stuck` that do not."""
-        now = time.monotonic()
-        stuck = sum(bool(w.ready and w.queue) and now - w.since > self._grace for w in self._pool)
+        stuck = self._stuck()
         free = sum(not w.queue for w in self._pool)
         while (
             free < len(pending)
-            and len(self._pool) - stuck < self.workers
+            and len(self._pool) - stuck < self.workers + min(stuck, self.workers)  # spares start while we find out
             and len(self._pool) < self.workers + self.max_stuck
         ):
             worker = WorkerProcess(self._factory_frame, self._spawner)
@@ -217,6 +218,16 @@ class VerifierRunner:
             self._pool.append(worker)
             self._counts["workers_started"] += 1
             free += 1
+
+    @property
+    def _grace(self) -> float:
+        """Seconds after which a worker is no longer waited for, though not yet given up."""
+        usual = 20 * self._answer_seconds / self._answered if self._answered else 0.5
+        return min(max(0.05, usual), self.timeout_seconds / 10)
+
+    def _stuck(self) -> int:
+        latest = time.monotonic() - self._grace
+        return sum(bool(w.queue) and w.since < latest for w in self._pool)
 
     def _assign(
         self, worker: WorkerProcess, pairs: Sequence[Pair], pending: deque[int], results: list[Verdict | None]
@@ -247,14 +258,14 @@ class VerifierRunner:
     def _wait(self) -> None:
         """Until a worker has something to say, a limit passes, or half a second (a dead worker may be silent)."""
         now = time.monotonic()
-        wake = now + 0.5
+        wake, grace = now + 0.5, self._grace
         with selectors.PollSelector() as selector:
             for worker in self._pool:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
                 selector.register(worker.connection, events)
                 if worker.busy:
                     age = now - worker.since
-                    wake = min(wake, worker.since + (self._grace if age < self._grace else self._limit(worker)))
+                    wake = min(wake, worker.since + (grace if age < grace else self._limit(worker)))
             selector.select(max(0.0, wake - now) + 0.001)
 
     def _collect(
@@ -271,6 +282,8 @@ class VerifierRunner:
                 worker.ready, self._failed_starts = True, 0
             elif worker.queue and row.get("key") == worker.queue[0]:
                 results[worker.queue.pop(0)] = checked(Verdict(row["reward"], row["reason"], row["details"]))
+                self._answered += 1
+                self._answer_seconds += time.monotonic() - worker.since
             else:  # not an answer to what was asked
                 alive = False
                 break

@@ -161,9 +161,15 @@ class Search:
         return None if rule == "unscorable" else False
 
     def _ranges(self, one: Any, two: Any) -> bool:
-        """Reads by what they cover: [{key, start, end}, ...] as a union of half-open intervals a key."""
+        """Reads by what they cover: [{key, start, end}, ...] as a union of half-open intervals a key.
+
+        Reading a part twice is more reading: the lengths as written must agree too.
+        """
         a, b = _intervals(one), _intervals(two)
         if a is None or b is None:
+            return False
+        written = sorted(sum(row["end"] - row["start"] for row in rows) for rows in (one, two))
+        if written[0] < written[1] * self.options["range_overlap"]:
             return False
         shared = sum(_overlap(a[key], b[key]) for key in a.keys() & b.keys())
         sizes = [sum(end - start for spans in x.values() for start, end in spans) for x in (a, b)]

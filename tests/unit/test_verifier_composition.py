@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_doubles import act, call, turn
+from verifier_doubles import act, call, tool, turn
 
 from pivotrl.errors import UserError
 from pivotrl.verifiers.base import Verdict
@@ -120,3 +120,12 @@ def test_similarity_is_total_and_bounded(a, b):
     assert verdict.reward is not None
     assert 0 <= verdict.reward <= 1
     assert (verdict.reward == 1.0) == (a.strip() == b.strip() != "")
+
+
+def test_members_come_from_the_registry():
+    verifier = First({"members": [{"name": "tool_calls"}, {"name": "strict"}]})
+    t = turn(act(call("f", x=1)), tool("f", ["x"], x={"type": "integer"}))
+    assert verifier.verify(t, t.demonstration).reward == 1.0
+    assert verifier.verify(t, act(call("f", x=2))).reward == 0.0
+    with pytest.raises(UserError, match="unknown"):
+        First({"members": [{"name": "tool_cals"}]})

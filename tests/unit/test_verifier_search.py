@@ -230,7 +230,8 @@ def test_reads_by_what_they_cover():
         return act(call("read", key="k", ranges=rows, **more))
 
     assert score(read((0, 10), (10, 20)), read((0, 20)))[0] == 1.0
-    assert score(read((0, 20)), read((0, 20), (5, 9)))[0] == 1.0
+    assert score(read((0, 20)), read((0, 20), (5, 9)))[0] == 0.0  # more reading
+    assert score(read((0, 20)), read((0, 20), (0, 20)))[0] == 0.0
     assert score(read((0, 20)), read((0, 19)))[0] == 0.0
     assert score(read((0, 20)), read((0, 19)), range_overlap=0.9)[0] == 1.0
     assert score(read((0, 20)), read((0, 10**9)), range_overlap=0.9)[0] == 0.0
