@@ -27,6 +27,9 @@ MAX_DEPTH = 100
 
 _LANGUAGE = Language(tree_sitter_bash.language())
 _BLANK = re.compile(rb"(?:[ \t\r\n]|\\\r?\n)*")
+# The grammar's scanner looks characters up in C's table of 256 and can crash on others, so it is shown a comma, a plain
+# word character, for every byte beyond ASCII. Offsets stay; all text is taken from the original.
+_ASCII = bytes(range(128)) + b"," * 128
 _SEPARATORS = frozenset({";", "\n"})
 # Where `;` and a newline only end a statement. Elsewhere (`for ((;;))`, `;;`) they are kept.
 _STATEMENT_LISTS = frozenset(
@@ -82,7 +85,7 @@ def canonical(text: str, interactive: bool = False, cwd: str | None = None) -> C
     source = text.encode("utf-8", "surrogatepass")
     if len(source) > MAX_BYTES or b"\0" in source:
         return None
-    root = Parser(_LANGUAGE).parse(source).root_node
+    root = Parser(_LANGUAGE).parse(source.translate(_ASCII)).root_node
     if root.has_error:
         return None
     try:

@@ -52,7 +52,7 @@ class ShellVerifier:
 
     Options:
         tool: {name: field} of the shell tools, or a list of names; default: detected by name from the demonstration.
-        cwd: working directory of the state: "auto" (default: read from the last observation), a path, or None (not known).
+        cwd: working directory: "auto" (default: read from the last observation), a path, or None (not known).
              A leading `cd <cwd> &&` is then a no-op; any other leading cd is part of the command.
     """
 
@@ -123,7 +123,7 @@ class ShellVerifier:
     def compare_commands(self, turn: Turn, expected: Any, actual: Any, typed: bool = False) -> Verdict:
         wanted, given = _script(expected), _script(actual)
         if wanted is None or given is None or wanted[0] != given[0]:
-            return Verdict(0.0, "command_differs", {"expected": str(expected), "actual": str(actual)})
+            return Verdict(0.0, "command_differs", {"problems": [f"a command given as {type(actual).__name__}"]})
         if not given[1].strip():
             return Verdict(0.0, "empty_command") if wanted[1].strip() else Verdict(1.0, "match")
         same = (

@@ -17,7 +17,9 @@ _XML_CALL = re.compile(r"<function=([\w-]+)>\n?(.*?)</function>", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([\w-]+)>(.*?)</parameter>", re.DOTALL)
 
 
-def turn(demonstration: Action, messages: list[dict[str, Any]] | None = None, domain: str = "terminal", name: str = "t") -> Turn:
+def turn(
+    demonstration: Action, messages: list[dict[str, Any]] | None = None, domain: str = "terminal", name: str = "t"
+) -> Turn:
     return Turn(f"{name}#0", name, name, 0, domain, "train", messages or [], [], demonstration)
 
 
