@@ -75,14 +75,13 @@ def edit_call(call: ToolCall, cwd: str | None) -> EditCall | None:
 def _edits(name: str, arguments: JsonDict) -> tuple[list[Edit], set[str]]:
     path_field = next((f for f in PATH_FIELDS if isinstance(arguments.get(f), str)), None)
     path = arguments[path_field] if path_field else OPEN_FILE
-    used = (
-        {path_field or "", "command"}
-        if arguments.get("command") in ("str_replace", "create", "insert")
-        else {path_field or ""}
-    )
-    verb = str(arguments.get("command") or name).lower()
-    if verb in ("view", "undo_edit"):
-        return [], used
+    used = {path_field or ""}
+    verb = name.lower()
+    if "command" in arguments:
+        verb = arguments["command"]
+        used.add("command")
+        if verb not in ("str_replace", "create", "insert"):
+            return [], used
     for field in _PATCH:
         text = arguments.get(field)
         if isinstance(text, str) and ("*** Begin Patch" in text or "\n@@ " in text):

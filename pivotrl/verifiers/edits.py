@@ -41,6 +41,7 @@ class EditsVerifier:
         self.slack = options.get("view_slack", 100)
         if not isinstance(self.slack, int) or isinstance(self.slack, bool) or self.slack < 0:
             raise UserError(f"verifier 'edits': option 'view_slack' must be a number of lines, not {self.slack!r}")
+        self._seen: tuple[Turn, str | None, dict[str, Known]] | None = None  # the rollouts of a turn come together
         self.shell = ShellVerifier({k: options[k] for k in ("tool", "cwd") if k in options})
 
     def config(self) -> JsonDict:
@@ -97,6 +98,11 @@ class EditsVerifier:
             arguments = {k: v for k, v in arguments.items() if not (k in ("path", "dir", "directory") and v in here)}
         return arguments
 
+    def _files(self, turn: Turn, cwd: str | None) -> dict[str, Known]:
+        if self._seen is None or self._seen[0] is not turn or self._seen[1] != cwd:
+            self._seen = (turn, cwd, visible_files(turn, cwd))
+        return self._seen[2]
+
     # Views --------------------------------------------------------------------------------------------------------
 
     def _compare_views(self, turn: Turn, expected: View, actual: View, cwd: str | None) -> Verdict:
@@ -107,7 +113,7 @@ class EditsVerifier:
         details = {"expected": [expected.start, expected.end], "actual": [actual.start, actual.end]}
         end = actual.end
         if (expected.end is None) != (end is None):
-            known = visible_files(turn, cwd).get(expected.path)
+            known = self._files(turn, cwd).get(expected.path)
             if known is None or known.whole is None:
                 return Verdict(0.0, "range_differs", details)  # how far the end is, is not known
             length = known.whole.count("\n") + 1
@@ -131,7 +137,7 @@ class EditsVerifier:
             return Verdict(0.0, "path_differs", {"expected": sorted(wanted), "actual": sorted(given)})
         if wanted == given:
             return Verdict(1.0, "match")
-        files = visible_files(turn, cwd)
+        files = self._files(turn, cwd)
         for path in wanted:
             reason = self._same_file(path, wanted[path], given[path], files.get(path, Known()))
             if reason is not None:

@@ -30,6 +30,7 @@ HOME = "/home/user"
 _SYSTEM = frozenset(
     {"bin", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys", "tmp", "usr"}
 )
+_MAX_ARGUMENT = 128 * 1024 - 1  # bytes; Linux MAX_ARG_STRLEN
 _ETC = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 # $1: command, $2: working directory, $3: descriptor of the archive, $4...: directories to bring in and out.
 # tar runs outside the limits; the command has neither its input nor its descriptor.
@@ -107,6 +108,8 @@ def compare_execution(
     None where it cannot be told: a time-out, or a command that does not do the same twice. It only speaks for these
     files: two commands that fail alike because a file is missing are equal, so give what the command works on.
     """
+    if not (_runnable(command_a) and _runnable(command_b)):
+        return None, "not_runnable"
     a, b = run(command_a, files, limits), run(command_b, files, limits)
     if a.timed_out or b.timed_out:
         return None, "timed_out"
@@ -126,8 +129,8 @@ def _difference(a: Effect, b: Effect) -> str | None:
 
 
 def _run(command: str, files: Mapping[str, str | bytes], limits: Limits) -> Effect:
-    if "\0" in command:
-        return Effect(127, b"", b"", {})  # no process can be given it
+    if not _runnable(command):
+        return Effect(127, b"", b"not a command line", {})
     archive, roots = _pack(files)
     with (
         tempfile.TemporaryFile() as stdin,
@@ -161,6 +164,11 @@ def _run(command: str, files: Mapping[str, str | bytes], limits: Limits) -> Effe
         return Effect(code, _content(stdout, limit), _content(stderr, limit), _unpack(result), timed_out)
 
 
+def _runnable(command: str) -> bool:
+    """Whether the system can hand `command` to a process: no NUL, and short enough for one argument."""
+    return "\0" not in command and len(command.encode("utf-8", "surrogatepass")) < _MAX_ARGUMENT
+
+
 def _identity() -> int | None:
     """As root, run as a user that owns nothing: limits on processes do not bind root. Each run has its own."""
     if os.geteuid() != 0:
@@ -175,9 +183,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _arguments(command: str, roots: list[str], limits: Limits, archive: int) -> list[str]:
+def _arguments(command: str, roots: list[str], limits: Limits, archive: int) -> list[str | bytes]:
     disk = str(limits.disk_mb << 20)
-    arguments = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
+    arguments: list[str | bytes] = [
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+    ]
     if _supports("--disable-userns"):
         arguments.append("--disable-userns")
     arguments += ["--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
@@ -202,7 +217,7 @@ def _arguments(command: str, roots: list[str], limits: Limits, archive: int) -> 
     )
     captured = [root.lstrip("/") for root in roots] + [HOME.lstrip("/")]
     arguments += ["--remount-ro", "/", "--chdir", WORK, "--", "/bin/bash", "-c", script, "sandbox"]
-    return [*arguments, command, WORK, str(archive), *captured]
+    return [*arguments, command.encode("utf-8", "surrogatepass"), WORK, str(archive), *captured]
 
 
 @lru_cache(maxsize=4)

@@ -105,10 +105,10 @@ class ShellVerifier:
             if call.name not in self.tools:
                 return None
             if field := self.tools[call.name]:
-                return field
+                return field if _script(call.arguments.get(field)) is not None else None
         elif call.name not in SHELL_TOOLS:
             return None
-        return next((f for f in COMMAND_FIELDS if isinstance(call.arguments.get(f), (str, list))), None)
+        return next((f for f in COMMAND_FIELDS if _script(call.arguments.get(f)) is not None), None)
 
     def compare(self, turn: Turn, expected: ToolCall, actual: ToolCall) -> Verdict:
         """One demonstrated call, of the shell tool or another, with one call of the action."""

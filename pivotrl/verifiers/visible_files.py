@@ -96,7 +96,8 @@ def _part_after(part: str, operation: Any) -> str | None:
 def _viewed(files: dict[str, Known], view: View, result: str) -> None:
     text, cut = _unwrap(result)
     lines = text.split("\n")
-    numbered = [m for line in lines if (m := _NUMBERED.fullmatch(line.rstrip("\r")))]
+    looks_numbered = any(_NUMBERED.match(line) for line in lines[: _HEADER_LINES + 1])
+    numbered = [m for line in lines if (m := _NUMBERED.fullmatch(line.rstrip("\r")))] if looks_numbered else []
     numbers = [int(m[1]) for m in numbered]
     cut = cut or bool(_CUT.search(text[-300:]) or _CUT.search(text[:200]))
     known = files.setdefault(view.path, Known())

@@ -17,7 +17,17 @@ from pivotrl.verifiers.patches import EditError, Hunk, apply, parse_patch
 from pivotrl.verifiers.python_code import same_python
 from pivotrl.verifiers.tool_name import ToolNameVerifier
 
-FILE = "import os\n\n\ndef area(w, h):\n    # width times height\n    return w + h\n\n\ndef edge(w, h):\n    return 2 * (w + h)\n"
+FILE = """import os
+
+
+def area(w, h):
+    # width times height
+    return w + h
+
+
+def edge(w, h):
+    return 2 * (w + h)
+"""
 FIXED = FILE.replace("return w + h\n", "return w * h\n")
 
 
@@ -138,7 +148,8 @@ def test_patches() -> None:
         assert score(a, call("apply_patch", patch=diff(FILE, FIXED).replace("-    return", "-   return")), state) == 0.0
         assert score(a, call("apply_patch", input=V4A.replace("*** End Patch", "")), state) == 0.0
         assert score(a, call("apply_patch", input=""), state) == 0.0
-    assert score(ways[0], ways[3]) == 1.0  # also with the file unseen
+    assert score(ways[2], ways[3]) == 1.0  # also with the file unseen
+    assert score(ways[0], ways[3]) == 0.0  # context that nobody has seen
     assert parse_patch("--- a/x\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-a\n")[0][0] == "x"
     with pytest.raises(EditError):
         parse_patch("--- a/x\n+++ b/x\n@@ -1,3 +1,1 @@\n-a\n+b\n")
