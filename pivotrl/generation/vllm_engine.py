@@ -129,6 +129,19 @@ class VllmEngine:
         _refuse_non_finite(groups)
         return groups
 
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs, at temperature 1, of each continuation's tokens after its prompt. The same errors as `generate`."""
+        self._state.require_generate()
+        whole = [[*prompt, *continuation] for prompt, continuation in zip(prompts, continuations, strict=True)]
+        check_lengths(whole, 1, self._max_length)
+        check_token_ids(whole, self._vocabulary)
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
+        return [
+            [float(output.prompt_logprobs[i][ids[i]].logprob) for i in range(len(prompt), len(ids))]
+            for output, ids, prompt in zip(outputs, whole, prompts, strict=True)
+        ]
+
     def sleep(self, *, discard_weights: bool = True) -> None:
         """Give the accelerator's memory back. Discarded weights (the default) come back by `refit` only.
 
