@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pivotrl.trajectories.schema import Action, Turn
@@ -16,7 +17,7 @@ class StrictVerifier:
     name = "strict"
     version = "1"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         check_option_names(options, ())
 
     def config(self) -> dict[str, Any]:

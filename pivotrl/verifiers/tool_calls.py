@@ -40,7 +40,7 @@ class ToolCallVerifier:
     name = "tool_calls"
     version = "1"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         check_option_names(options, ("strings", "unordered", "text"))
         strings = options.get("strings") or {}
         if not isinstance(strings, Mapping):
