@@ -164,7 +164,9 @@ class VllmEngine:
         if not self._on_cpu and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=["weights"])
         self._state.refit_started()
-        verifier = RefitVerifier(self._model_config, version) if self._generation.verify_refit else None
+        verifier = None
+        if self._generation.verify_refit:
+            verifier = RefitVerifier(self._expected.shapes, self._model_config.dtype, version)
         self._load(weights, verifier)
         self._reset_prefix_cache()
         if verifier is not None:

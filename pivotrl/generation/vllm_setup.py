@@ -53,7 +53,7 @@ def _patch_cpu_experts() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     process_weights_after_loading._pivotrl = True  # type: ignore[attr-defined]
-    Method.process_weights_after_loading = process_weights_after_loading
+    setattr(Method, "process_weights_after_loading", process_weights_after_loading)  # noqa: B010
 
 
 def _patch_cpu_embedding() -> None:
@@ -69,7 +69,7 @@ def _patch_cpu_embedding() -> None:
             original(self, layer)
 
     process_weights_after_loading._pivotrl = True  # type: ignore[attr-defined]
-    embedding.UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading
+    setattr(embedding.UnquantizedEmbeddingMethod, "process_weights_after_loading", process_weights_after_loading)  # noqa: B010
 
 
 def repack_heads(model: Any) -> None:
