@@ -37,7 +37,9 @@ class ExpectedWeights:
         for path in sorted(folder.glob("*.safetensors")):
             shapes.update(read_safetensors_shapes(path))
         if not shapes:
-            raise UserError(f"{folder}: no *.safetensors file; the engine needs a model folder with safetensors weights")
+            raise UserError(
+                f"{folder}: no *.safetensors file; the engine needs a model folder with safetensors weights"
+            )
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         # absent key: transformers' default is True; a head in the file that the config does not tie is a head of its own
         tied = bool(config.get("tie_word_embeddings", HEAD not in shapes))

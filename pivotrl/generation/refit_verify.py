@@ -1,7 +1,8 @@
 """After a refit: does the engine serve what was sent? Two proofs, each used where it can be had.
 
 - Bit sums: the sum of all values' bit patterns in the engine's dtype. It does not change when rows are fused or a
-  kernel reorders values, so it holds for plain parameters and for experts in a kernel's own layout.
+  kernel reorders values, so it holds for plain parameters and for experts in a kernel's own layout. On CPU builds one
+  expert of each layer is compared value by value in that layout too.
 - Columns: a few whole columns of a matrix, by position. Where a build keeps nothing but a packed copy of a matrix (CPU
   linear layers), the copy itself is multiplied by unit vectors: one product and zeros, so the result is exact. The columns
   move on with each version, so that successive refits go through all of them.
@@ -11,6 +12,8 @@ Under tensor parallelism a rank serves shards; these are reported as not verifie
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COLUMNS = 16
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -46,10 +50,13 @@ class _Sent:
 class RefitVerifier:
     """Remembers a fingerprint of each tensor sent, then compares with the served model. One per refit."""
 
-    def __init__(self, model_config: Any, version: int) -> None:
-        self._dtype: torch.dtype = model_config.dtype
+    def __init__(self, names: Collection[str], dtype: torch.dtype, version: int) -> None:
+        self._dtype = dtype
         self._version = version
         self._sent: dict[str, _Sent] = {}
+        experts = {int(match[1]) for name in names if (match := _EXPERT.search(name))}
+        self._chosen = version % len(experts) if experts else None  # the expert that is kept whole
+        self._whole: dict[str, Tensor] = {}
 
     def sent(self, name: str, tensor: Tensor) -> None:
         matrix = tensor.ndim == 2
@@ -57,6 +64,8 @@ class RefitVerifier:
         # CPU builds serve no readable copy of a dense matrix, so its bit sum would have nothing to be compared with
         packed = matrix and tensor.device.type == "cpu" and name != EMBEDDING and ".experts." not in name
         bits = None if packed else bit_sum(tensor, self._dtype)
+        if (match := _EXPERT.search(name)) and int(match[1]) == self._chosen and tensor.device.type == "cpu":
+            self._whole[name] = tensor.detach().to(self._dtype, copy=True)
         self._sent[name] = _Sent(tensor.shape[0], tensor.shape[1] if matrix else 0, bits, columns)
 
     @torch.no_grad()
@@ -74,7 +83,7 @@ class RefitVerifier:
                 if sharded and (served.ndim > 1 or served.numel() == 0):
                     report.unverified.append(name)
                 elif served.ndim == 3:
-                    self._compare_experts(report, name, served, sources)
+                    self._compare_experts(report, name, module, served, sources)
                 else:
                     self._compare_dense(report, name, module, served, sources)
         return report
@@ -92,7 +101,9 @@ class RefitVerifier:
             return [EMBEDDING]
         return [f"{module}.{parameter}"]
 
-    def _compare_experts(self, report: RefitReport, name: str, served: Tensor, sources: list[str]) -> None:
+    def _compare_experts(
+        self, report: RefitReport, name: str, module: nn.Module, served: Tensor, sources: list[str]
+    ) -> None:
         sent = [self._sent.get(source) for source in sources]
         if any(entry is None or entry.bits is None for entry in sent):
             report.unverified.append(name)
@@ -102,6 +113,11 @@ class RefitVerifier:
         for e in range(experts):
             want = sum(entry.bits for entry in sent[e * parts : (e + 1) * parts])  # type: ignore[union-attr,misc]
             if bit_sum(served[e], self._dtype) != want:
+                report.different.append(name)
+                return
+        if self._chosen is not None and served.device.type == "cpu":
+            whole = torch.cat([self._whole[s] for s in sources[self._chosen * parts : (self._chosen + 1) * parts]])
+            if not torch.equal(_packed_expert(module, whole).flatten(), served[self._chosen].flatten()):
                 report.different.append(name)
                 return
         report.complete.append(name)
@@ -139,12 +155,22 @@ class RefitVerifier:
         if hasattr(module, "cpu_linear"):
             unit = torch.zeros(len(columns), width, dtype=self._dtype)  # [columns, width]
             unit[torch.arange(len(columns)), columns] = 1
-            copies.append(module.cpu_linear(unit, served, None).t())
+            linear: Any = module.cpu_linear
+            copies.append(linear(unit, served, None).t())
         return copies
 
     def _columns(self, width: int) -> Tensor:
         count = min(COLUMNS, width)
         return (torch.arange(count) + self._version * count) % width
+
+
+def _packed_expert(module: nn.Module, weight: Tensor) -> Tensor:
+    """One expert's fused weight [out, in] in the layout in which this CPU build's kernel wants it."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    kernel: Any = module.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
+    packed: Tensor = cpu_prepack_moe_weight(weight[None], kernel.isa)
+    return packed
 
 
 def bit_sum(tensor: Tensor, dtype: torch.dtype) -> int:

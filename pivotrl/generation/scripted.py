@@ -111,12 +111,13 @@ class ReplayEngine:
         self._state = EngineState()
         self._turns: dict[tuple[int, ...], list[str]] = defaultdict(list)
         self._recorded: dict[tuple[int, ...], list[Completion]] = defaultdict(list)
-        for turn_id, prompt in prompts.items():
-            self._turns[tuple(prompt)].append(turn_id)
+        for turn_id, ids in prompts.items():
+            self._turns[tuple(ids)].append(turn_id)
         for rollout in rollouts:
-            prompt = prompts.get(rollout.turn_id)
-            if prompt is None:
-                raise UserError(f"replay: rollout of turn {rollout.turn_id!r} has no prompt; is it of another turn file?")
+            if (prompt := prompts.get(rollout.turn_id)) is None:
+                raise UserError(
+                    f"replay: rollout of turn {rollout.turn_id!r} has no prompt; is it of another turn file?"
+                )
             if len(prompt) != rollout.prompt_tokens:
                 raise UserError(
                     f"replay: turn {rollout.turn_id!r} was recorded with {rollout.prompt_tokens} prompt tokens but renders "

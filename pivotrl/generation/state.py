@@ -39,7 +39,9 @@ class EngineState:
     def require_sleep(self) -> None:
         self._require_open("sleep")
         if self.phase is not Phase.READY:
-            raise EngineStateError(f"sleep: the engine is {self.phase.value} already; call wake() before sleeping again")
+            raise EngineStateError(
+                f"sleep: the engine is {self.phase.value} already; call wake() before sleeping again"
+            )
 
     def require_wake(self) -> None:
         self._require_open("wake")

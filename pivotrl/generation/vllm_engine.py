@@ -6,6 +6,7 @@ import gc
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ class VllmEngine:
         vllm_setup.set_environment(generation.kv_cache_gib)
         self._vllm = vllm_setup.import_vllm()
         self._on_cpu = self._vllm.platforms.current_platform.is_cpu()
+        self._joined_groups = _has_process_groups()
         distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if generation.tensor_parallel > 1 and not distributed:
             raise UserError(
@@ -177,7 +179,9 @@ class VllmEngine:
         if not self._on_cpu and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=["weights"])
         self._state.refit_started()
-        verifier = RefitVerifier(self._model_config, version) if self._generation.verify_refit else None
+        verifier = None
+        if self._generation.verify_refit:
+            verifier = RefitVerifier(self._expected.shapes, self._model_config.dtype, version)
         self._load(weights, verifier)
         self._reset_prefix_cache()
         if verifier is not None:
@@ -188,8 +192,9 @@ class VllmEngine:
     def close(self) -> None:
         """Free the model and the KV cache. The trainer's process groups stay."""
         if hasattr(self, "_llm"):
-            del self._llm
-            gc.collect()
+            with self._setup.default_group_kept() if self._joined_groups else nullcontext():
+                del self._llm
+                gc.collect()
         self._state.closed()
 
     def _params(self, sampling: Sampling, seed: int) -> Any:
@@ -250,6 +255,12 @@ class VllmEngine:
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not reset its prefix cache (requests still running?)")
+
+
+def _has_process_groups() -> bool:
+    import torch
+
+    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def _is_finite(tensor: Tensor) -> bool:

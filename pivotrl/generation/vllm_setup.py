@@ -38,6 +38,24 @@ def import_vllm() -> Any:
     return vllm
 
 
+@contextmanager
+def default_group_kept() -> Iterator[None]:
+    """While an engine shuts down: vLLM destroys torch's default process group, also one that the trainer made."""
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    def destroy_own(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_own
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+
+
 def _patch_cpu_experts() -> None:
     """CPU builds repack expert weights at the first load only: a refit would be read in the wrong layout."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
@@ -53,7 +71,7 @@ def _patch_cpu_experts() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     process_weights_after_loading._pivotrl = True  # type: ignore[attr-defined]
-    Method.process_weights_after_loading = process_weights_after_loading
+    setattr(Method, "process_weights_after_loading", process_weights_after_loading)  # noqa: B010
 
 
 def _patch_cpu_embedding() -> None:
@@ -69,7 +87,7 @@ def _patch_cpu_embedding() -> None:
             original(self, layer)
 
     process_weights_after_loading._pivotrl = True  # type: ignore[attr-defined]
-    embedding.UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading
+    setattr(embedding.UnquantizedEmbeddingMethod, "process_weights_after_loading", process_weights_after_loading)  # noqa: B010
 
 
 def repack_heads(model: Any) -> None:

@@ -97,7 +97,9 @@ _FIELDS = {
 def llama_config(fields: dict[str, Any]) -> dict[str, Any]:
     """`LlamaConfig` arguments of a GGUF file's metadata. Raises UserError on another architecture or a missing key."""
     if fields.get("general.architecture") != "llama":
-        raise UserError(f"GGUF architecture {fields.get('general.architecture')!r} is not llama; it cannot be converted")
+        raise UserError(
+            f"GGUF architecture {fields.get('general.architecture')!r} is not llama; it cannot be converted"
+        )
     absent = sorted(_FIELDS - fields.keys())
     if absent:
         raise UserError(f"GGUF metadata lacks {', '.join(absent)}; the file cannot be converted")
