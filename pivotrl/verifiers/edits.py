@@ -99,9 +99,10 @@ class EditsVerifier:
         return arguments
 
     def _files(self, turn: Turn, cwd: str | None) -> dict[str, Known]:
-        if self._seen is None or self._seen[0] is not turn or self._seen[1] != cwd:
-            self._seen = (turn, cwd, visible_files(turn, cwd))
-        return self._seen[2]
+        seen = self._seen
+        if seen is None or seen[0] is not turn or seen[1] != cwd:
+            self._seen = seen = (turn, cwd, visible_files(turn, cwd))
+        return seen[2]
 
     # Views --------------------------------------------------------------------------------------------------------
 

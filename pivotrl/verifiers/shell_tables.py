@@ -68,8 +68,8 @@ def tool(
     )
 
 
-def _head(flags: str) -> Tool:
-    return tool(flags, values="n:lines c:bytes", number="n", groups="n,c q,v", defaults={"n": "10"})
+def _head(flags: str, groups: str) -> Tool:
+    return tool(flags, values="n:lines c:bytes", number="n", groups=groups, defaults={"n": "10"})
 
 
 _CHMOD = tool("R:recursive v:verbose f:silent:quiet c:changes", paths="rest", groups="c,v")
@@ -97,8 +97,8 @@ TOOLS: dict[str, Tool] = {
         "n:number b:number-nonblank E:show-ends A:show-all s:squeeze-blank T:show-tabs v:show-nonprinting e t",
         groups="b,n",
     ),
-    "head": _head("q:quiet:silent v:verbose z:zero-terminated"),
-    "tail": _head("q:quiet:silent v:verbose z:zero-terminated f F"),
+    "head": _head("q:quiet:silent v:verbose z:zero-terminated", "n,c q,v"),
+    "tail": _head("q:quiet:silent v:verbose z:zero-terminated f F", "n,c q,v f,F"),
     "wc": tool("l:lines w:words c:bytes m:chars L:max-line-length"),
     "sort": tool(
         "n:numeric-sort r:reverse u:unique h:human-numeric-sort f:ignore-case b:ignore-leading-blanks "
@@ -164,8 +164,9 @@ TOOLS: dict[str, Tool] = {
         "r:recursive q:brief N:new-file w:ignore-all-space b:ignore-space-change i:ignore-case a:text "
         "B:ignore-blank-lines "
         "u s:report-identical-files",
-        values="U:unified",
-        groups="u,U,q",
+        values="U",
+        attached="unified",
+        groups="u,U,unified,q",
     ),
     "tree": tool("a d f h s C i", values="L I P", groups="I,P f,i", default_operand="."),
     "tee": tool("a:append i:ignore-interrupts"),

@@ -88,6 +88,8 @@ DIFFERENT = [
     ("head -n 5 f", "head -c 5 f"),
     ("head -n 5 f", "head -n 6 f"),
     ("pytest -v", "pytest -vv"),
+    ("diff -N --unified 1 a b", "diff a b --unified 1 -N"),  # takes a number only as --unified=1
+    ("tail -f -F a", "tail -F -f a"),
     ("grep foo f", "grep Foo f"),
     ("grep x ./f", "grep ./x f"),
     ("grep -F a.b f", "grep -E a.b f"),
