@@ -80,7 +80,7 @@ def update(policy: MegatronPolicy, samples: list[Sample], algorithm: Algorithm, 
     reference = reference_logprobs(policy, samples, temperature) if algorithm.kl_beta > 0 else None
     objective = make_objective(samples, algorithm, old=None, reference=reference)
     stats = policy.train_step([s.sequence for s in samples], objective, temperature)
-    tokens = stats.pop("target_tokens")
+    tokens = stats["target_tokens"]
     for name in [n for n in stats if n.endswith("_sum")]:
         stats[name.removesuffix("_sum")] = stats.pop(name) / tokens
     return stats
