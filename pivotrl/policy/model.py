@@ -85,7 +85,7 @@ class PolicyModel(GPTModel):
 
 
 def transformer_config(
-    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype
+    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """TransformerConfig of a family's settings, with what depends on devices, precision and parallel layout.
 
@@ -133,6 +133,9 @@ def transformer_config(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
         calculate_per_token_loss=True,  # gradients are sums: the objective holds the one denominator
     )
 

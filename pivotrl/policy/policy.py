@@ -95,7 +95,8 @@ class MegatronPolicy:
         torch.manual_seed(seed)
         if torch.cuda.is_available():
             model_parallel_cuda_manual_seed(seed)
-        config = transformer_config(settings, dims, parallel, dtypes[precision.policy])
+        recompute = optimizer is not None and optimizer.recompute
+        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute)
         model = build_model(config, dims, theta, max_length)
         table = plan(family.rules, dims)
         load_weights(model, folder, family, dims, table)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.tiny_models import NAMES, save_tiny
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import NAMES, on_disk
 from torch import Tensor
 
 from pivotrl.config import Optimizer, Parallel, Precision
@@ -19,6 +18,7 @@ from pivotrl.policy import prefix_tree
 from pivotrl.policy.policy import MegatronPolicy, PairBatch
 from pivotrl.policy.prefix_tree import TokenSequence, build_tree
 from pivotrl.policy.weights import place_of
+from tests.tiny_models import NAMES, on_disk
 
 Folders = dict[str, tuple[Path, Any]]
 TEMPERATURE = 0.7
