@@ -20,6 +20,10 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def write_jsonl(path: Path, rows: Iterable[Any]) -> int:
     """Write rows atomically, one a line; returns their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,3 +45,10 @@ def read_jsonl(path: Path) -> Iterator[Any]:
         for line in file:
             if line.strip():
                 yield json.loads(line)
+
+
+def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """Append rows, flushed; a writer killed in between leaves at most one torn last line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -51,7 +51,8 @@ class Rollout:
             row.get("cached_prompt_tokens", 0),
         )
         verdict = Verdict(row["reward"], row["reason"], row.get("details", {}))
-        return cls(row["turn_id"], row["index"], row["prompt_tokens"], completion, Action.from_json(row["action"]), verdict)
+        action = Action.from_json(row["action"])
+        return cls(row["turn_id"], row["index"], row["prompt_tokens"], completion, action, verdict)
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:

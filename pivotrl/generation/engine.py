@@ -66,3 +66,18 @@ class EngineStateError(RuntimeError):
 
 class RefitError(RuntimeError):
     """Weights that do not match the engine's model: missing, unknown, misshapen or non-finite."""
+
+
+class NonFiniteLogprobs(RuntimeError):
+    """The engine gave NaN or infinite log-probs. Such samples can be neither trained nor scored; nothing is filled in.
+
+    `samples` lists (prompt index, sample index, token position of the first such value).
+    """
+
+    def __init__(self, samples: list[tuple[int, int, int]]) -> None:
+        self.samples = samples
+        i, k, t = samples[0]
+        super().__init__(
+            f"{len(samples)} completions have NaN or infinite log-probs; the first: prompt {i}, sample {k}, token {t}. "
+            "The weights served overflow or are damaged; look at the last update's gradient norm"
+        )

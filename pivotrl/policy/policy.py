@@ -211,9 +211,13 @@ class MegatronPolicy:
         """(Hugging Face name, full tensor) of every weight, in the policy's dtype, on every rank; all ranks must consume it."""
         return full_weights(self.model, self.dims, self.table)
 
-    def save_hf(self, out_dir: Path, source_dir: Path) -> None:
-        """Write a Hugging Face folder whole or not at all; config and tokenizer come from `source_dir`. All ranks call it."""
-        write_folder(self.hf_weights(), Path(out_dir), Path(source_dir), self.model.config.params_dtype)
+    def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
+        """Write a Hugging Face folder whole or not at all; config and tokenizer come from `source_dir`. All ranks call it.
+
+        `chat_template`: the template that the policy was trained with, where it is not the folder's own.
+        """
+        extra = {} if chat_template is None else {"chat_template.jinja": chat_template}
+        write_folder(self.hf_weights(), Path(out_dir), Path(source_dir), self.model.config.params_dtype, extra)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -117,11 +117,14 @@ def _share_stage(full: Tensor | None, entry: Entry, model: PolicyModel) -> Tenso
     return full
 
 
-def write_folder(weights: Iterable[tuple[str, Tensor]], out_dir: Path, source_dir: Path, dtype: torch.dtype) -> None:
+def write_folder(
+    weights: Iterable[tuple[str, Tensor]], out_dir: Path, source_dir: Path, dtype: torch.dtype, extra: Mapping[str, str]
+) -> None:
     """Write a Hugging Face folder; rank 0 writes, every rank takes part in gathering `weights`.
 
     The folder appears under its name only when it is whole: it is written beside it and renamed. config.json,
-    generation_config.json, the tokenizer and the like are carried over from `source_dir`.
+    generation_config.json, the tokenizer and the like are carried over from `source_dir`; `extra` holds files (name ->
+    text) that take their place.
     """
     writer = dist.get_rank() == 0
     temporary = out_dir.with_name(out_dir.name + ".tmp")
@@ -143,6 +146,8 @@ def write_folder(weights: Iterable[tuple[str, Tensor]], out_dir: Path, source_di
         files.append(_write_shard(temporary, len(files), pending))
         _name_shards(temporary, files, total)
         _carry_over(source_dir, temporary, dtype)
+        for name, text in extra.items():
+            (temporary / name).write_text(text, encoding="utf-8")
         _replace(temporary, out_dir)
     dist.barrier()
 

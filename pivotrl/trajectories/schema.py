@@ -9,7 +9,7 @@ Absent parts are left out of an assistant message (no empty `tool_calls`, no nul
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 JsonDict = dict[str, Any]
@@ -30,8 +30,8 @@ class ToolCall:
 class Action:
     """One assistant turn, parsed and never repaired.
 
-    `problems` lists what was malformed in the text it was parsed from (an unclosed tag, arguments that are not JSON...); an
-    action with problems is never equivalent to a demonstration.
+    `problems` lists what was malformed in the text it was parsed from (an unclosed tag, arguments that are no JSON...);
+    an action with problems is never equivalent to a demonstration.
     """
 
     text: str = ""
@@ -64,7 +64,7 @@ class Trajectory:
     id: str
     domain: str
     messages: list[JsonDict]
-    tools: list[JsonDict]  # OpenAI function tools: {"type": "function", "function": {"name", "description", "parameters"}}
+    tools: list[JsonDict]  # OpenAI: {"type": "function", "function": {"name", "description", "parameters"}}
     task_id: str  # splits are by task: runs of one task never sit on both sides
     meta: JsonDict = field(default_factory=dict)
     source: str = ""  # "file:line"
@@ -86,7 +86,9 @@ class Turn:
     source: str = ""  # "file:line"
 
     def to_json(self) -> JsonDict:
-        return {**asdict(self), "demonstration": self.demonstration.to_json()}
+        # Not `asdict`: it would copy the whole state deeply for every turn.
+        row = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**row, "demonstration": self.demonstration.to_json()}
 
     @classmethod
     def from_json(cls, row: JsonDict) -> Turn:

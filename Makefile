@@ -1,0 +1,52 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+RUN_DIR ?= runs/demo
+export PIVOTRL_SHARED ?= ../shared
+
+.PHONY: help install install-dev demo test lint bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed ## the CPU engines and pivotrl into .venv (seconds when nothing changed)
+
+$(VENV)/.installed: pyproject.toml requirements/cpu.txt
+	@test -n "$(PYTHON)" || { echo "make install: needs Python 3.11 or 3.12; name it with PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install -q -e '.[wandb]'
+	@# CUDA torch brings triton; nothing here uses it, and a torchvision of another build breaks transformers.
+	$(BIN)/pip uninstall -q -y triton torchvision torchaudio torchcodec 2>/dev/null || true
+	@$(BIN)/python -c 'import torch, transformers' && touch $@
+
+install-dev: $(VENV)/.installed-dev ## install, and the tools for tests and lint
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install -q -e '.[dev]'
+	@touch $@
+
+demo: install ## the whole job on this CPU: trajectories -> pivots -> GRPO -> checkpoint and report (about 20 minutes)
+	$(BIN)/pivotrl run experiment=demo run_dir=$(RUN_DIR)
+
+test: install-dev ## all tests
+	$(BIN)/python -m pytest -q
+
+lint: install-dev ## style, types, import rules, shell scripts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@git ls-files '*.sh' .ci/run | xargs -r $(BIN)/shellcheck
+
+bench: install ## the short benchmarks, both sides in one run
+	$(BIN)/python -m benchmarks
+
+clean: ## remove run directories and caches, not .venv
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

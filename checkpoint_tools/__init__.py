@@ -1,0 +1,1 @@
+"""Commands over pivotrl/models: conversion and its verification."""

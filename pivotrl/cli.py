@@ -1,0 +1,299 @@
+"""`pivotrl <stage> [Hydra overrides]`: the one command. Imports nothing heavy before a stage needs it.
+
+Exit codes: 0 done; 2 bad input or configuration (told on stderr); 1 crash (traceback in <run_dir>/crash.log);
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pivotrl import __version__
+from pivotrl.errors import UserError
+
+_OTHER = {
+    "run": "The whole pipeline, each stage in its own process; run it again to continue after an interruption.",
+    "verify": "Score a file of rows with a verifier: no model, no engine.",
+    "fetch-model": "Unpack a built-in model and print its folder.",
+    "show-config": "Print the resolved configuration, and the conflicts in it.",
+}
+_HELP = {
+    "run": """Reads   what the first stage reads (trajectories.path, or the expert of an environment)
+Writes  <run_dir>/<stage>/ for each of run.stages, <run_dir>/pipeline.json, <run_dir>/report/report.html
+
+A stage whose configuration, inputs and upstream results are unchanged is skipped. A changed one is run again with
+all that depends on it; its old folder moves to <run_dir>/superseded/.
+
+Key overrides: experiment=demo|tau2|swe|terminal|search, trajectories.path, model=..., run_dir, run.stages
+Example:       pivotrl run experiment=demo""",
+    "verify": """Reads   --input FILE    JSONL rows {"id"?, "tools"?, "expected": message, "completion": text|message}
+Writes  --output FILE   one row for each, in order: {"id"?, "reward": 0 to 1 or null (unscorable), "reason"}
+
+Key overrides: domain=..., domain.verifier.name, domain.verifier.options
+Example:       pivotrl verify --input rows.jsonl --output scored.jsonl domain=tau2""",
+    "fetch-model": """Writes  the model's folder in the user's cache; prints its path
+
+Key overrides: model=... (a model whose path is builtin:NAME)
+Example:       pivotrl fetch-model model=smollm2_135m""",
+    "show-config": """Key overrides: any
+Example:       pivotrl show-config experiment=tau2 trajectories.path=data.jsonl model.path=/models/Qwen3-30B-A3B""",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if command in ("-V", "--version"):
+        print(f"pivotrl {__version__}")
+        return 0
+    context: dict[str, Any] = {}
+    try:
+        return _dispatch(command, rest, context)
+    except UserError as error:
+        print(f"pivotrl {command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"pivotrl {command}: interrupted; the same command continues", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`pivotrl ... | head`); keep the interpreter's last flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        log = _write_crash(context.get("run_dir"), command)
+        print(
+            f"pivotrl {command}: crashed: {type(error).__name__}: {_one_line(error)}. Traceback: {log}", file=sys.stderr
+        )
+        return 1
+
+
+def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
+    from pivotrl.stages import STAGES
+
+    if command not in STAGES and command not in _OTHER:
+        from pivotrl.strict import suggestion
+
+        known = [*STAGES, *_OTHER]
+        raise UserError(f"no such stage.{suggestion(command, known)} There are: {', '.join(known)}")
+    if "-h" in rest or "--help" in rest:
+        print(stage_help(command))
+        return 0
+    options, overrides = _options(command, rest)
+    from pivotrl.configuration import load_config
+
+    cfg = load_config(overrides)
+    context["run_dir"] = Path(cfg.run_dir)
+    if command in STAGES:
+        return run_stage(command, cfg, context["run_dir"])
+    if command == "run":
+        from pivotrl.pipeline import run
+
+        return run(cfg, overrides)
+    handlers: dict[str, Callable[[Any, dict[str, str]], int]] = {
+        "verify": _verify,
+        "fetch-model": _fetch_model,
+        "show-config": _show_config,
+    }
+    return handlers[command](cfg, options)
+
+
+def _options(command: str, rest: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Options (`--config-dir`, and `--input`, `--output` of verify) and Hydra overrides, in any order."""
+    known = ("input", "output", "config-dir") if command == "verify" else ("config-dir",)
+    options: dict[str, str] = {}
+    overrides: list[str] = []
+    items = iter(rest)
+    for item in items:
+        if not item.startswith("--"):
+            if "=" not in item and not item.startswith("~"):
+                raise UserError(f"'{item}' is no override; write key=value (see `pivotrl {command} --help`)")
+            overrides.append(item)
+            continue
+        name, given, value = item[2:].partition("=")
+        if name not in known:
+            raise UserError(f"no option --{name}; overrides are written key=value (see `pivotrl {command} --help`)")
+        options[name] = value if given else next(items, "")
+        if not options[name]:
+            raise UserError(f"--{name} needs a value")
+    if folder := options.get("config-dir"):
+        overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
+    return options, overrides
+
+
+def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
+    """Run one stage in this process, after checking that its folder belongs to this configuration."""
+    from pivotrl.configuration import validate
+    from pivotrl.stages import STAGES
+
+    validate(cfg, stage)
+    started = time.monotonic()
+    if int(os.environ.get("RANK", "0")) != 0:  # torchrun, srun: the first process keeps the books
+        STAGES[stage].load()(cfg, run_dir)
+        return 0
+    from pivotrl import stage_state
+    from pivotrl.locks import hold
+
+    directory = run_dir / stage
+    with hold(run_dir / ".locks" / stage):
+        record = stage_state.record_of(cfg, stage, run_dir)
+        if why := stage_state.changes(directory, record):
+            _make_way(run_dir, stage, why)
+        stage_state.begin(cfg, directory, record)
+        summary = STAGES[stage].load()(cfg, run_dir)
+    _print_summary(stage, summary, directory, time.monotonic() - started)
+    return 0
+
+
+def _make_way(run_dir: Path, stage: str, why: list[str]) -> None:
+    """A finished result of another configuration moves aside; interrupted work is not mixed with ours: refused."""
+    from pivotrl import stage_state
+
+    directory, listed = run_dir / stage, "\n".join(f"  {line}" for line in why)
+    if not stage_state.is_done(directory):
+        raise UserError(
+            f"{directory} holds an interrupted {stage} of another configuration:\n{listed}\n"
+            "Undo the change to continue it, choose another run_dir=..., or move that folder away."
+        )
+    place = stage_state.set_aside(run_dir, stage)
+    print(f"{stage}: its former result is now in {place}, because\n{listed}", file=sys.stderr, flush=True)
+
+
+def _print_summary(stage: str, summary: Mapping[str, Any], directory: Path, seconds: float) -> None:
+    facts = []
+    for key, value in summary.items():
+        inner = value.items() if isinstance(value, Mapping) and key != "fingerprint" else [("", value)]
+        facts += [f"{key}{'.' if k else ''}{k}={_number(v)}" for k, v in inner if isinstance(v, int | float | str)]
+    shown = f" ({', '.join(facts[:8])})" if facts else ""
+    print(f"{stage}: done in {seconds:.1f} s -> {directory}{shown}", flush=True)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _verify(cfg: Any, options: dict[str, str]) -> int:
+    for name in ("input", "output"):
+        if name not in options:
+            raise UserError(f"give --{name} FILE (see `pivotrl verify --help`)")
+    from pivotrl.io import write_jsonl
+    from pivotrl.verifiers.rows import verify_rows
+
+    source, counts = Path(options["input"]), {"right": 0, "wrong": 0, "partial": 0, "unscorable": 0}
+
+    def scored() -> Iterator[Any]:
+        for row in verify_rows(_json_lines(source), cfg.domain.verifier, cfg.domain.action_format):
+            reward = row["reward"]
+            kind = "unscorable" if reward is None else {1.0: "right", 0.0: "wrong"}.get(reward, "partial")
+            counts[kind] += 1
+            yield row
+
+    total = write_jsonl(Path(options["output"]), scored())
+    print(f"verify: {total} rows ({', '.join(f'{n} {k}' for k, n in counts.items() if n)}) -> {options['output']}")
+    return 0
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    """Values of a JSONL file. A line that is no JSON comes as its text, so that it keeps its place (as a bad row)."""
+    import json
+
+    if not path.is_file():
+        raise UserError(f"--input {path}: no such file")
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    yield line.decode("utf-8", "replace")
+
+
+def _fetch_model(cfg: Any, options: dict[str, str]) -> int:
+    if not cfg.model.path.startswith("builtin:"):
+        raise UserError(f"model.path={cfg.model.path} is no built-in model; there is nothing to fetch")
+    from pivotrl.models.builtin import fetch_model
+
+    print(fetch_model(cfg.model.path.removeprefix("builtin:")))
+    return 0
+
+
+def _show_config(cfg: Any, options: dict[str, str]) -> int:
+    from dataclasses import asdict
+
+    import yaml
+
+    from pivotrl.validation import conflicts
+
+    print(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True), end="")
+    if found := conflicts(cfg):
+        print("# Conflicts, were this run here and now:\n" + "\n".join(f"#   - {text}" for text in found))
+    return 0
+
+
+def overview() -> str:
+    """The help of `pivotrl` itself."""
+    from pivotrl.stages import STAGES
+
+    rows = [(s.name, s.summary) for s in STAGES.values()] + list(_OTHER.items())
+    listed = "\n".join(f"  {name:12} {text}" for name, text in rows)
+    return f"""usage: pivotrl <stage> [key=value ...]
+
+PivotRL {__version__}: turn-level reinforcement learning for agentic models from existing SFT trajectories.
+
+{listed}
+
+Overrides are Hydra's: a group (model=smollm2_135m) or a key (algorithm.steps=100); relative paths mean this folder.
+`pivotrl <stage> --help` says what a stage reads and writes. --config-dir DIR adds your own groups of YAML files.
+
+  pivotrl run experiment=demo
+  pivotrl run trajectories.path=data.jsonl run_dir=runs/mine"""
+
+
+def stage_help(command: str) -> str:
+    """The help of one stage."""
+    from pivotrl.stages import STAGES
+
+    if command not in STAGES:
+        return f"usage: pivotrl {command} [key=value ...]\n\n{_OTHER[command]}\n\n{_HELP[command]}"
+    s = STAGES[command]
+    return f"""usage: pivotrl {s.name} [key=value ...]
+
+{s.summary}
+
+Reads   {s.reads}
+Writes  {s.writes}   (under <run_dir>/)
+
+Key overrides: {", ".join(s.overrides)}
+Example:       {s.example}"""
+
+
+def _write_crash(run_dir: Path | None, command: str) -> Path:
+    """Append the traceback to crash.log of the run (of this folder, when the run is not known yet)."""
+    folder = run_dir or Path.cwd()
+    rank = os.environ.get("RANK")
+    path = folder / (f"crash.rank{rank}.log" if rank else "crash.log")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pivotrl {command}\n{traceback.format_exc()}\n")
+    except OSError:
+        traceback.print_exc()  # a full or read-only disk: the terminal is all that is left
+    return path
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "(no message)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

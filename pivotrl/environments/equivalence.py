@@ -1,0 +1,101 @@
+"""Functional equivalence of two actions in a state, by execution: replay the state, run each, compare what they did.
+
+Read-only calls leave the state alone, so the hash by itself would call every read equal to every failed write: error
+flags, results and hash are compared together. A text is compared by what the customer answers to it, and by whether it
+ended the dialogue well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pivotrl.environments.base import Environment, Episode, Task
+from pivotrl.errors import UserError
+from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
+
+
+class ReplayableEnvironment(Environment, Protocol):
+    def task(self, task_id: str) -> Task:
+        """The task that an id names. Raises UserError for an unknown one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one action did to a state. Equal effects: functionally equivalent actions."""
+
+    results: tuple[tuple[str, bool, str], ...]  # per call: (name, error flag, result), sorted
+    reply: str | None  # the user's reply to a text; None after calls, or where the dialogue ended
+    done: bool
+    success: bool  # of the finished dialogue; False while it goes on
+    state_hash: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether any call came to an error (such an action is never a good demonstration)."""
+        return any(error for _, error, _ in self.results)
+
+
+def action_of(message: JsonDict) -> Action:
+    """The action that an assistant message records."""
+    calls = tuple(ToolCall(call["name"], call["arguments"]) for call in message.get("tool_calls", ()))
+    return Action(text=message.get("content", ""), thinking=message.get("thinking", ""), tool_calls=calls)
+
+
+def replay(environment: ReplayableEnvironment, task_id: str, messages: Sequence[JsonDict]) -> Episode:
+    """The episode of `task_id` after the assistant turns of `messages` (a state: it ends before an assistant turn).
+
+    Raises UserError where the replay differs from the record (another version of the environment, or edited data).
+    """
+    turns = [message for message in messages if message["role"] == "assistant"]
+    # One turn more than the state and its action, so that the limit on turns does not end the dialogue.
+    episode = environment.reset(environment.task(task_id), len(turns) + 2)
+    for message in turns:
+        episode.step(action_of(message))
+    for index, (ours, theirs) in enumerate(zip(episode.messages, messages, strict=False)):
+        if _visible(ours) != _visible(theirs):
+            raise UserError(
+                f"task {task_id}, message {index}: replay in {environment.name} {environment.version} gives "
+                f"{json.dumps(_visible(ours))[:200]}, the record has {json.dumps(_visible(theirs))[:200]}; "
+                "make the trajectories again with this version"
+            )
+    if len(episode.messages) != len(messages):
+        raise UserError(
+            f"task {task_id}: replay gives {len(episode.messages)} messages, the record has {len(messages)}"
+        )
+    return episode
+
+
+def effect(environment: ReplayableEnvironment, task_id: str, messages: Sequence[JsonDict], action: Action) -> Effect:
+    """What `action` does in the state `messages`. Total in `action`."""
+    episode = replay(environment, task_id, messages)
+    episode.step(action)
+    after = episode.messages[len(messages) + 1 :]
+    results = tuple(
+        sorted((str(m["name"]), _is_error(m["content"]), m["content"]) for m in after if m["role"] == "tool")
+    )
+    reply = next((m["content"] for m in after if m["role"] == "user"), None)
+    success = episode.done and episode.outcome().success
+    return Effect(results, reply, episode.done, success, episode.state_hash())
+
+
+def equivalent(
+    environment: ReplayableEnvironment, task_id: str, messages: Sequence[JsonDict], one: Action, other: Action
+) -> bool:
+    """Whether both actions have the same effect. Malformed actions are equivalent to nothing, themselves included."""
+    if one.problems or other.problems:
+        return False
+    return effect(environment, task_id, messages, one) == effect(environment, task_id, messages, other)
+
+
+def _is_error(content: str) -> bool:
+    return "error" in json.loads(content)
+
+
+def _visible(message: JsonDict) -> JsonDict:
+    """What of a message both a replay and a record have (thinking and call ids may differ)."""
+    calls = [(call["name"], call["arguments"]) for call in message.get("tool_calls", ())]
+    return {"role": message["role"], "content": message.get("content", ""), "calls": calls}

@@ -1,0 +1,96 @@
+"""In-domain success: end-to-end episodes where the domain has an environment, held-out local reward elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pivotrl.environments.base import Environment, Task
+from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.evaluation.statistics import bootstrap, wilson
+from pivotrl.generation.engine import Engine, Sampling
+from pivotrl.local_rollouts import LocalRoller, State, seed_for
+from pivotrl.rendering.chat import Renderer
+from pivotrl.trajectories.schema import Action, JsonDict
+
+View = tuple[list[JsonDict], list[JsonDict]]  # messages, tools
+
+
+class EngineActor:
+    """Acts for all unfinished episodes at once; None where the prompt has outgrown the context."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling, context_length: int, seed: int):
+        self.engine, self.renderer, self.sampling = engine, renderer, sampling
+        self.room, self.seed = context_length - sampling.max_new_tokens, seed
+        self.calls = 0
+        self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+
+    def __call__(self, views: Sequence[View]) -> list[Action | None]:
+        prompts = [self.renderer.prompt_ids(messages, tools) for messages, tools in views]
+        fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.room]
+        seeds = [seed_for(self.seed, "episode", self.calls, i) for i in fits]
+        self.calls += 1
+        groups = self.engine.generate([prompts[i] for i in fits], self.sampling, 1, seeds) if fits else []
+        actions: list[Action | None] = [None] * len(prompts)
+        for i, (completion,) in zip(fits, groups, strict=True):
+            actions[i] = self.renderer.parse(completion.token_ids)
+            self.cost["prompt"] += len(prompts[i])
+            self.cost["cached"] += completion.cached_prompt_tokens
+            self.cost["generated"] += len(completion.token_ids)
+        self.cost["rollouts"] += len(fits)
+        return actions
+
+
+def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:
+    """Success over tasks with an interval; episodes that the environment broke are counted, never failures."""
+    judged = [r for r in results if r.outcome is not None]
+    by_task: dict[str, list[float]] = {}
+    families: dict[str, list[float]] = {}
+    reasons: dict[str, int] = {}
+    for r in judged:
+        assert r.outcome is not None
+        by_task.setdefault(r.task.id, []).append(float(r.outcome.success))
+        families.setdefault(r.task.family, []).append(float(r.outcome.success))
+        reasons[r.outcome.reason] = reasons.get(r.outcome.reason, 0) + 1
+    per_task = {task: sum(v) / len(v) for task, v in by_task.items()}
+    trials = max((len(v) for v in by_task.values()), default=0)
+    successes = sum(sum(v) for v in by_task.values())
+    interval = wilson(int(successes), len(judged)) if trials <= 1 else bootstrap(list(per_task.values()))
+    return {
+        "success": successes / len(judged) if judged else None,
+        "ci": list(interval),
+        "n": len(judged),
+        "trials": trials,
+        "errors": len(results) - len(judged),
+        "by_family": {f: sum(v) / len(v) for f, v in sorted(families.items())},
+        "reasons": dict(sorted(reasons.items())),
+        "per_task": per_task,
+    }
+
+
+def evaluate_environment(
+    environment: Environment, tasks: Sequence[Task], trials: int, max_turns: int, actor: EngineActor
+) -> dict[str, Any]:
+    return episode_summary(run_episodes(environment, tasks, actor, max_turns, trials))
+
+
+def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, seed: int) -> dict[str, Any]:
+    """Mean local reward on held-out turns, for domains without an environment here. Unscorable rollouts are counted."""
+    seeds = [seed_for(seed, "evaluate", s.turn.id) for s in states]
+    groups = roller.groups(states, trials, seeds)
+    per_turn = {}
+    unscorable = 0
+    for state, group in zip(states, groups, strict=True):
+        rewards = [r.verdict.reward for r in group if r.verdict.reward is not None]
+        unscorable += len(group) - len(rewards)
+        if rewards:
+            per_turn[state.turn.id] = sum(rewards) / len(rewards)
+    values = list(per_turn.values())
+    return {
+        "success": sum(values) / len(values) if values else None,
+        "ci": list(bootstrap(values)) if values else [0.0, 1.0],
+        "n": len(values),
+        "trials": trials,
+        "unscorable": unscorable,
+        "per_task": per_turn,
+    }

@@ -1,0 +1,142 @@
+"""`pivotrl evaluate`: Base, SFT and PivotRL side by side, in one engine that is refitted from each checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pivotrl.config import Config
+from pivotrl.errors import UserError
+from pivotrl.evaluation.in_domain import EngineActor, evaluate_environment, evaluate_turns
+from pivotrl.evaluation.out_of_domain import MultipleChoice, evaluate_choices, read_choices
+from pivotrl.evaluation.statistics import paired_difference
+from pivotrl.generation.engine import Sampling
+from pivotrl.generation.vllm_engine import VllmEngine
+from pivotrl.io import write_json
+from pivotrl.local_rollouts import LocalRoller, render_states
+from pivotrl.models.folder import ModelFolder
+from pivotrl.profiling.profiler import draw_turns
+from pivotrl.profiling.stage import read_turns
+from pivotrl.setup import Workbench
+from pivotrl.tracking.progress import progress
+
+STAGE_OF = {"base": None, "sft": "sft", "pivotrl": "train"}
+
+
+def checkpoints(cfg: Config, run_dir: Path, base: Path) -> dict[str, Path]:
+    """Policy name -> Hugging Face folder. A policy whose stage has not run is an error, not a gap in the table."""
+    found = {}
+    for policy in cfg.evaluate.policies:
+        stage = STAGE_OF[policy]
+        folder = base if stage is None else run_dir / stage / "checkpoint"
+        if not folder.exists():
+            raise UserError(
+                f"evaluate: no checkpoint of {policy!r} at {folder}: run `pivotrl {stage} run_dir={run_dir}` first, "
+                f"or leave it out with evaluate.policies=[base]"
+            )
+        found[policy] = folder
+    return found
+
+
+class Evaluator:
+    """The measurements of one policy; the engine holds its weights."""
+
+    def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: VllmEngine):
+        self.cfg, self.bench, self.engine = cfg, bench, engine
+        self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+        self.choices: list[MultipleChoice] = []
+        if cfg.evaluate.ood_path:
+            self.choices = read_choices(Path(cfg.evaluate.ood_path), cfg.evaluate.ood_rows)
+        if cfg.environment.name is None:
+            turns = draw_turns(read_turns(run_dir, "validation"), cfg.evaluate.tasks, cfg.seed)
+            self.states, _ = render_states(
+                turns, bench.renderer, bench.verifier, cfg.model.context_length, cfg.sampling.max_new_tokens
+            )
+            if not self.states:
+                raise UserError(
+                    "evaluate: no held-out turn can be scored; raise trajectories.validation_fraction "
+                    "or set environment.name"
+                )
+
+    def modes(self) -> dict[str, tuple[Sampling, int]]:
+        greedy = replace(self.bench.sampling, temperature=0.0)
+        wanted = {"greedy": (greedy, 1)}
+        if self.cfg.evaluate.trials:
+            wanted["sampled"] = (self.bench.sampling, self.cfg.evaluate.trials)
+        return wanted
+
+    def measure(self) -> dict[str, Any]:
+        result = {mode: self._in_domain(sampling, trials) for mode, (sampling, trials) in self.modes().items()}
+        if self.choices:
+            name = Path(self.cfg.evaluate.ood_path or "").stem
+            result["ood"] = evaluate_choices(self.choices, self.engine, self.bench.renderer, name)
+        return result
+
+    def _in_domain(self, sampling: Sampling, trials: int) -> dict[str, Any]:
+        cfg, bench = self.cfg, self.bench
+        if cfg.environment.name is None:
+            roller = LocalRoller(self.engine, bench.renderer, bench.verifier, sampling)
+            self.cost["rollouts"] += len(self.states) * trials
+            return evaluate_turns(self.states, roller, trials, cfg.seed)
+        from pivotrl.environments.registry import get_environment
+
+        environment = get_environment(cfg.environment.name)
+        tasks = environment.tasks("test", cfg.evaluate.tasks, cfg.seed)
+        actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
+        found = evaluate_environment(environment, tasks, trials, cfg.environment.max_turns, actor)
+        for name, value in actor.cost.items():
+            self.cost[name] += value
+        return found
+
+
+def differences(policies: dict[str, Any]) -> dict[str, Any]:
+    """Paired differences of each policy to base, over the tasks both were judged on."""
+    result: dict[str, Any] = {}
+    for policy, measured in policies.items():
+        if policy == "base" or "base" not in policies:
+            continue
+        for mode, row in measured.items():
+            ours, theirs = row["per_task"], policies["base"][mode]["per_task"]
+            shared = sorted(set(ours) & set(theirs))
+            if shared:
+                result.setdefault(f"{policy} - base", {})[mode] = paired_difference(
+                    [ours[t] for t in shared], [theirs[t] for t in shared]
+                )
+    return result
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    model = ModelFolder(folder)
+    for name in model.file_of:
+        yield name, model.tensor(name)
+
+
+def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Measure every policy of `evaluate.policies`; writes evaluate/summary.json."""
+    started = time.monotonic()
+    bench = Workbench.build(cfg, run_dir)
+    folders = checkpoints(cfg, run_dir, bench.start_policy)
+    policies: dict[str, Any] = {}
+    with bench.engine() as engine, progress(len(folders), "evaluate") as bar:
+        evaluator = Evaluator(cfg, run_dir, bench, engine)
+        for version, (policy, folder) in enumerate(folders.items(), 1):
+            if folder != bench.start_policy:
+                engine.refit(_weights(folder), version=version)
+            policies[policy] = evaluator.measure()
+            bar.advance(1, note=f"{policy} greedy {policies[policy]['greedy']['success']:.2f}")
+    cost = evaluator.cost
+    summary = {
+        "environment": cfg.environment.name,
+        "policies": policies,
+        "differences": differences(policies),
+        "rollouts": cost.pop("rollouts"),
+        "tokens": cost,
+        "seconds": time.monotonic() - started,
+    }
+    write_json(run_dir / "evaluate" / "summary.json", summary)
+    return summary

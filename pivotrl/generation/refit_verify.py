@@ -1,0 +1,153 @@
+"""After a refit: does the engine serve what was sent? Two proofs, each used where it can be had.
+
+- Bit sums: the sum of all values' bit patterns in the engine's dtype. It does not change when rows are fused or a
+  kernel reorders values, so it holds for plain parameters and for experts in a kernel's own layout.
+- Columns: a few whole columns of a matrix, by position. Where a build keeps nothing but a packed copy of a matrix (CPU
+  linear layers), the copy itself is multiplied by unit vectors: one product and zeros, so the result is exact. The columns
+  move on with each version, so that successive refits go through all of them.
+
+Under tensor parallelism a rank serves shards; these are reported as not verified, never assumed to be right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pivotrl.generation.refit_check import EMBEDDING, HEAD
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+COLUMNS = 16
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """Served weights by what was shown of them; `different` holds those that are not what was sent."""
+
+    complete: list[str] = field(default_factory=list)  # every value, by bit sum
+    sampled: list[str] = field(default_factory=list)  # `COLUMNS` columns, by position
+    unverified: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    rows: int
+    width: int  # columns of the whole matrix; 0 for a vector
+    bits: int | None
+    columns: Tensor | None  # [rows, COLUMNS or fewer]
+
+
+class RefitVerifier:
+    """Remembers a fingerprint of each tensor sent, then compares with the served model. One per refit."""
+
+    def __init__(self, model_config: Any, version: int) -> None:
+        self._dtype: torch.dtype = model_config.dtype
+        self._version = version
+        self._sent: dict[str, _Sent] = {}
+
+    def sent(self, name: str, tensor: Tensor) -> None:
+        matrix = tensor.ndim == 2
+        columns = tensor[:, self._columns(tensor.shape[1]).to(tensor.device)].to(self._dtype) if matrix else None
+        # CPU builds serve no readable copy of a dense matrix, so its bit sum would have nothing to be compared with
+        packed = matrix and tensor.device.type == "cpu" and name != EMBEDDING and ".experts." not in name
+        bits = None if packed else bit_sum(tensor, self._dtype)
+        self._sent[name] = _Sent(tensor.shape[0], tensor.shape[1] if matrix else 0, bits, columns)
+
+    @torch.no_grad()
+    def compare(self, model: nn.Module) -> RefitReport:
+        """The report for `model`, vLLM's module as served by this process."""
+        from vllm.distributed import get_tensor_model_parallel_world_size
+
+        report = RefitReport()
+        sharded = get_tensor_model_parallel_world_size() > 1
+        fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        for module_name, module in model.named_modules():
+            for parameter, served in module.named_parameters(recurse=False):
+                name = f"{module_name}.{parameter}"
+                sources = self._sources(module_name, parameter, served, fused)
+                if sharded and (served.ndim > 1 or served.numel() == 0):
+                    report.unverified.append(name)
+                elif served.ndim == 3:
+                    self._compare_experts(report, name, served, sources)
+                else:
+                    self._compare_dense(report, name, module, served, sources)
+        return report
+
+    def _sources(self, module: str, parameter: str, served: Tensor, fused: dict[str, list[str]]) -> list[str]:
+        """Names sent for one served parameter, in the order in which they are laid out."""
+        prefix, _, last = module.rpartition(".")
+        if parameter in ("w13_weight", "w2_weight"):
+            layer = module[: module.index(".experts") + len(".experts")]
+            parts = ("gate_proj", "up_proj") if parameter == "w13_weight" else ("down_proj",)
+            return [f"{layer}.{e}.{part}.weight" for e in range(served.shape[0]) for part in parts]
+        if last in fused:
+            return [f"{prefix}.{part}.{parameter}" for part in fused[last]]
+        if f"{module}.{parameter}" == HEAD and HEAD not in self._sent:
+            return [EMBEDDING]
+        return [f"{module}.{parameter}"]
+
+    def _compare_experts(self, report: RefitReport, name: str, served: Tensor, sources: list[str]) -> None:
+        sent = [self._sent.get(source) for source in sources]
+        if any(entry is None or entry.bits is None for entry in sent):
+            report.unverified.append(name)
+            return
+        experts = served.shape[0]
+        parts = len(sources) // experts
+        for e in range(experts):
+            want = sum(entry.bits for entry in sent[e * parts : (e + 1) * parts])  # type: ignore[union-attr,misc]
+            if bit_sum(served[e], self._dtype) != want:
+                report.different.append(name)
+                return
+        report.complete.append(name)
+
+    def _compare_dense(
+        self, report: RefitReport, name: str, module: nn.Module, served: Tensor, sources: list[str]
+    ) -> None:
+        found = [self._sent.get(source) for source in sources]
+        sent = [entry for entry in found if entry is not None]
+        if len(sent) != len(found):
+            report.unverified.append(name)
+            return
+        rows = sum(entry.rows for entry in sent)
+        bits = [entry.bits for entry in sent if entry.bits is not None]
+        readable = served.numel() > 0
+        shown = False
+        if readable and len(bits) == len(sent):
+            if bit_sum(served[:rows], self._dtype) != sum(bits):
+                report.different.append(name)
+                return
+            shown = True
+        columns = [entry.columns for entry in sent if entry.columns is not None]
+        if columns:
+            want = torch.cat(columns)  # [rows, columns]
+            got = self._served_columns(module, served, sent[0].width, readable)
+            if any(not torch.equal(matrix[:rows], want.to(matrix.device)) for matrix in got):
+                report.different.append(name)
+                return
+        (report.complete if shown else report.sampled if columns else report.unverified).append(name)
+
+    def _served_columns(self, module: nn.Module, served: Tensor, width: int, readable: bool) -> list[Tensor]:
+        """The sampled columns [rows, columns] of every copy that the module computes with."""
+        columns = self._columns(width)
+        copies = [served[:, columns.to(served.device)]] if readable else []
+        if hasattr(module, "cpu_linear"):
+            unit = torch.zeros(len(columns), width, dtype=self._dtype)  # [columns, width]
+            unit[torch.arange(len(columns)), columns] = 1
+            copies.append(module.cpu_linear(unit, served, None).t())
+        return copies
+
+    def _columns(self, width: int) -> Tensor:
+        count = min(COLUMNS, width)
+        return (torch.arange(count) + self._version * count) % width
+
+
+def bit_sum(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Sum of the bit patterns of `tensor` as `dtype`: exact, and the same for any order of the values."""
+    values = tensor.detach().to(dtype).contiguous()
+    return int(values.view(_BITS[dtype]).sum(dtype=torch.int64).item())

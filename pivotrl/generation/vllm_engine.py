@@ -1,0 +1,272 @@
+"""vLLM in this process, sharing the accelerator with the trainer (the colocated engine)."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pivotrl.config import Generation
+from pivotrl.errors import UserError
+from pivotrl.generation.engine import Completion, NonFiniteLogprobs, RefitError, Sampling
+from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
+from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
+from pivotrl.generation.state import EngineState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pivotrl.generation.refit_verify import RefitReport
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_BLOCK_TOKENS = 32  # KV block: what a prompt shares is reused in whole blocks, and the CPU kernels want multiples of 32
+_PREFILL_TOKENS = 4096  # tokens of one forward, at least
+
+
+class VllmEngine:
+    """`pivotrl.generation.engine.Engine` on vLLM.
+
+    Args:
+        model_dir: Hugging Face folder with safetensors weights; names and shapes of every refit are checked against it.
+        dtype: "fp32" or "bf16".
+        max_length: tokens of prompt and completion together.
+        seed: of the engine; samples are seeded one by one by `generate`.
+        stop_token_ids: ids that end a completion (and are part of it). The model's own end ids are not added.
+
+    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes, each of which makes
+    the same calls with the same arguments.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        generation: Generation,
+        dtype: str,
+        max_length: int,
+        seed: int,
+        stop_token_ids: list[int],
+    ) -> None:
+        from pivotrl.generation import vllm_setup
+
+        if dtype not in _DTYPES:
+            raise UserError(f"precision.engine={dtype!r}: the engine knows {', '.join(_DTYPES)}")
+        self.weight_version = 0
+        self.last_refit: RefitReport | None = None
+        self._setup = vllm_setup
+        self._generation = generation
+        self._max_length = max_length
+        self._stop_token_ids = list(stop_token_ids)
+        self._expected = ExpectedWeights.from_folder(model_dir)
+        vllm_setup.set_environment(generation.kv_cache_gib)
+        self._vllm = vllm_setup.import_vllm()
+        self._on_cpu = self._vllm.platforms.current_platform.is_cpu()
+        distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if generation.tensor_parallel > 1 and not distributed:
+            raise UserError(
+                f"generation.tensor_parallel={generation.tensor_parallel} needs as many processes; "
+                "start with torchrun or srun, or set it to 1"
+            )
+        if distributed and self._on_cpu:
+            vllm_setup.remove_stale_shared_memory()
+        arguments: dict[str, Any] = {
+            "model": str(model_dir),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # no sampling defaults or stop ids from the folder
+            "dtype": _DTYPES[dtype],
+            "max_model_len": max_length,
+            "max_num_seqs": generation.max_sequences,
+            "max_num_batched_tokens": max(max_length, _PREFILL_TOKENS),
+            "block_size": _BLOCK_TOKENS,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "enforce_eager": generation.enforce_eager,
+            "seed": seed,
+            "use_tqdm_on_load": False,
+        }
+        if self._on_cpu:
+            # a chunk of a seeded prompt rewinds its generator, which CPU generators cannot do (RuntimeError)
+            arguments["enable_chunked_prefill"] = False
+        else:
+            arguments["enable_sleep_mode"] = True
+            arguments["gpu_memory_utilization"] = generation.gpu_memory_utilization
+        if distributed:
+            arguments["distributed_executor_backend"] = "external_launcher"
+            arguments["tensor_parallel_size"] = generation.tensor_parallel
+        with vllm_setup.quiet():
+            self._llm = self._vllm.LLM(**arguments)
+        self._model_config = self._llm.llm_engine.model_config
+        self._vocabulary = self._model_config.get_vocab_size()
+        self._state = EngineState()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `Engine.generate`. Everything is submitted at once; samples of a prompt share its prefix.
+
+        At temperature 0 (greedy) log-probs are those at temperature 1.
+
+        Raises:
+            EngineStateError: asleep, weights only, or after a failed refit.
+            UserError: a prompt that does not fit the context, or ids outside the vocabulary.
+            NonFiniteLogprobs: the model gave NaN for a sampled token.
+        """
+        self._state.require_generate()
+        check_request(prompts, n, seeds)
+        check_lengths(prompts, sampling.max_new_tokens, self._max_length)
+        check_token_ids(prompts, self._vocabulary)
+        if not prompts:
+            return []
+        # one request per sample (vLLM's own n= does the same inside): it reports each one's cached tokens and takes
+        # seeds that are not neighbours
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
+        params = [self._params(sampling, sample_seed(seed, k)) for seed in seeds for k in range(n)]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        completions = [self._completion(output) for output in outputs]
+        groups = [completions[i : i + n] for i in range(0, len(completions), n)]
+        _refuse_non_finite(groups)
+        return groups
+
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs, at temperature 1, of each continuation's tokens after its prompt. The same errors as `generate`."""
+        self._state.require_generate()
+        whole = [[*prompt, *continuation] for prompt, continuation in zip(prompts, continuations, strict=True)]
+        check_lengths(whole, 1, self._max_length)
+        check_token_ids(whole, self._vocabulary)
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
+        return [
+            [float(output.prompt_logprobs[i][ids[i]].logprob) for i in range(len(prompt), len(ids))]
+            for output, ids, prompt in zip(outputs, whole, prompts, strict=True)
+        ]
+
+    def sleep(self, *, discard_weights: bool = True) -> None:
+        """Give the accelerator's memory back. Discarded weights (the default) come back by `refit` only.
+
+        On CPU builds no memory moves; the same order of calls is demanded.
+        """
+        self._state.require_sleep()
+        if not self._on_cpu:
+            self._llm.sleep(level=2 if discard_weights else 1)
+        self._reset_prefix_cache()
+        self._state.slept(discard_weights=discard_weights)
+
+    def wake(self) -> None:
+        self._state.require_wake()
+        if not self._on_cpu:
+            self._llm.wake_up()  # what is still asleep: the KV cache, and the weights if they were kept
+        self._state.woke()
+
+    def refit(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `Engine.refit`. Asleep, it wakes the weights only (the KV cache stays given back until `wake`).
+
+        Every tensor is checked before it is loaded; a list or tuple is checked whole before anything is. After an error
+        the engine refuses to generate until a refit succeeds.
+        """
+        self._state.require_refit()
+        if isinstance(weights, list | tuple):
+            check = RefitCheck(self._expected)
+            self._state.refit_started()
+            for name, tensor in weights:
+                check.add(name, tuple(tensor.shape), finite=True)
+            check.finish()
+        from pivotrl.generation.refit_verify import RefitVerifier
+
+        if not self._on_cpu and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["weights"])
+        self._state.refit_started()
+        verifier = RefitVerifier(self._model_config, version) if self._generation.verify_refit else None
+        self._load(weights, verifier)
+        self._reset_prefix_cache()
+        if verifier is not None:
+            self.last_refit = self._verify(verifier)
+        self.weight_version = version
+        self._state.refitted()
+
+    def close(self) -> None:
+        """Free the model and the KV cache. The trainer's process groups stay."""
+        if hasattr(self, "_llm"):
+            del self._llm
+            gc.collect()
+        self._state.closed()
+
+    def _params(self, sampling: Sampling, seed: int) -> Any:
+        return self._vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=self._stop_token_ids,
+            seed=seed,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        sample = output.outputs[0]
+        if sample.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"the engine ended a request with {sample.finish_reason!r}; see its log")
+        ids, logprobs = tuple(sample.token_ids), sample.logprobs
+        if tuple(logprobs.token_ids) != ids:
+            raise RuntimeError("the engine's log-probs are not those of its sampled tokens (unknown vLLM version?)")
+        return Completion(
+            ids, tuple(logprobs.logprobs), sample.finish_reason, self.weight_version, output.num_cached_tokens or 0
+        )
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], verifier: Any) -> None:
+        check = RefitCheck(self._expected)
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                check.add(name, tuple(tensor.shape), finite=_is_finite(tensor))
+                if verifier is not None:
+                    verifier.sent(name, tensor)
+                yield name, tensor
+            check.finish()
+
+        try:
+            with self._setup.quiet():
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked()})
+                if self._on_cpu:
+                    self._llm.apply_model(self._setup.repack_heads)
+        except BaseException:
+            with self._setup.quiet():
+                self._llm.apply_model(lambda model: self._setup.finish_broken_reload(model, self._model_config))
+            raise
+
+    def _verify(self, verifier: Any) -> RefitReport:
+        report: RefitReport = self._llm.apply_model(verifier.compare)[0]
+        if report.different:
+            raise RefitError(
+                f"refit: after loading, the engine serves other values than were sent for {len(report.different)} weights: "
+                + ", ".join(report.different[:8])
+            )
+        return report
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not reset its prefix cache (requests still running?)")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass in the common case: a finite sum has finite terms."""
+    import torch
+
+    if math.isfinite(tensor.sum(dtype=torch.float32).item()):
+        return True
+    return bool(torch.isfinite(tensor).all())
+
+
+def _refuse_non_finite(groups: list[list[Completion]]) -> None:
+    samples = [
+        (i, k, next(t for t, value in enumerate(c.logprobs) if not math.isfinite(value)))
+        for i, group in enumerate(groups)
+        for k, c in enumerate(group)
+        if not all(map(math.isfinite, c.logprobs))
+    ]
+    if samples:
+        raise NonFiniteLogprobs(samples)

@@ -1,0 +1,47 @@
+"""Per-turn statistics of K rollouts (method.md 1.2, eq. 4). Pure Python."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pivotrl.rollouts import Rollout
+from pivotrl.trajectories.schema import Turn
+
+
+def mean_variance(rewards: Sequence[float]) -> tuple[float, float]:
+    """mu = (1/K) sum r and var = (1/K) sum (r - mu)^2, the population variance; exactly 0 for equal rewards."""
+    if max(rewards) == min(rewards):
+        return rewards[0], 0.0
+    mean = math.fsum(rewards) / len(rewards)
+    return mean, math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)
+
+
+def turn_row(turn: Turn, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The profile of one turn. Unscorable rollouts leave mean and variance and are counted (design idea 2)."""
+    rewards = [r.verdict.reward for r in rollouts]
+    scored = [r for r in rewards if r is not None]
+    mean, variance = mean_variance(scored) if scored else (None, None)
+    actions = {json.dumps(r.action.to_json(), sort_keys=True) for r in rollouts}
+    return {
+        "turn_id": turn.id,
+        "trajectory_id": turn.trajectory_id,
+        "task_id": turn.task_id,
+        "domain": turn.domain,
+        "depth": turn.depth,
+        "demonstration": [c.name for c in turn.demonstration.tool_calls] or ["(text)"],
+        "n": len(rollouts),
+        "rewards": rewards,
+        "mean": mean,
+        "variance": variance,
+        "right": sum(r == 1.0 for r in scored),
+        "wrong": sum(r == 0.0 for r in scored),
+        "unscorable": len(rewards) - len(scored),
+        "truncated": sum(r.completion.finish_reason == "length" for r in rollouts),
+        "no_action": sum(not r.action.text and not r.action.tool_calls for r in rollouts),
+        "unique_actions": len(actions),
+        "prompt_tokens": rollouts[0].prompt_tokens,
+        "generated_tokens": sum(len(r.completion.token_ids) for r in rollouts),
+    }

@@ -1,0 +1,75 @@
+"""What several stages need, built from the configuration in one place: model folder, renderer, verifier, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pivotrl.config import Config
+from pivotrl.generation.engine import Sampling
+from pivotrl.models.builtin import resolve_model
+from pivotrl.rendering.chat import Renderer
+from pivotrl.verifiers.base import Verifier
+from pivotrl.verifiers.registry import get_verifier
+
+if TYPE_CHECKING:
+    from pivotrl.generation.vllm_engine import VllmEngine
+
+
+def start_policy(cfg: Config, run_dir: Path) -> Path:
+    """pi_0: the warm-up's checkpoint where that stage ran, else the model. The same for profile, train and KL."""
+    warm = run_dir / "warmup" / "checkpoint"
+    return warm if warm.exists() else resolve_model(cfg.model.path)
+
+
+@dataclass(frozen=True)
+class Workbench:
+    cfg: Config
+    run_dir: Path
+    start_policy: Path  # Hugging Face folder of pi_0
+    renderer: Renderer
+    verifier: Verifier
+    sampling: Sampling
+
+    @classmethod
+    def build(cls, cfg: Config, run_dir: Path) -> Workbench:
+        """For the stages that start from pi_0."""
+        return cls._of(cfg, run_dir, start_policy(cfg, run_dir))
+
+    @classmethod
+    def from_model(cls, cfg: Config, run_dir: Path) -> Workbench:
+        """For the warm-up, which makes pi_0 from the model."""
+        return cls._of(cfg, run_dir, resolve_model(cfg.model.path))
+
+    @classmethod
+    def _of(cls, cfg: Config, run_dir: Path, model: Path) -> Workbench:
+        s = cfg.sampling
+        return cls(
+            cfg,
+            run_dir,
+            model,
+            Renderer(model, cfg.model.chat_template, cfg.domain.action_format),
+            get_verifier(cfg.domain.verifier),
+            Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
+        )
+
+    @contextmanager
+    def engine(self) -> Iterator[VllmEngine]:
+        """A vLLM engine with pi_0's weights, closed at the end."""
+        from pivotrl.generation.vllm_engine import VllmEngine
+
+        engine = VllmEngine(
+            self.start_policy,
+            self.cfg.generation,
+            dtype=self.cfg.precision.engine,
+            max_length=self.cfg.model.context_length,
+            seed=self.cfg.seed,
+            stop_token_ids=self.renderer.stop_token_ids,
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()

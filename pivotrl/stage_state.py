@@ -1,0 +1,115 @@
+"""What a stage's folder remembers: with which configuration, inputs and upstream results it was made.
+
+`<run_dir>/<stage>/stage.json` is written before the stage starts, `summary.json` last. A folder with both is done; one
+with only the first was killed and can be continued; one whose record differs from now is stale.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pivotrl import __version__
+from pivotrl.config import Config
+from pivotrl.configuration import differences, save_resolved, subset
+from pivotrl.io import write_json
+from pivotrl.stages import STAGES
+from pivotrl.validation import get
+
+RECORD = "stage.json"
+SUMMARY = "summary.json"
+_BOOKS = (RECORD, "config.yaml")
+_VOLATILE = ("seconds", "elapsed", "started", "finished")  # of a summary: the same result may take another time
+
+
+def record_of(cfg: Config, stage: str, run_dir: Path) -> dict[str, Any]:
+    """The record of `stage` as it would start now."""
+    spec = STAGES[stage]
+    record: dict[str, Any] = {
+        "stage": stage,
+        "config": {"pivotrl": __version__, **subset(cfg, stage)},
+        "inputs": {key: _fingerprint(get(cfg, key)) for key in spec.inputs},
+        "upstream": {up: _result_hash(run_dir / up) for up in spec.upstream},
+    }
+    return {**record, "key": hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()}
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """The record of a stage folder, or None."""
+    try:
+        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def is_done(directory: Path) -> bool:
+    return (directory / SUMMARY).is_file()
+
+
+def changes(directory: Path, record: dict[str, Any]) -> list[str]:
+    """Why the content of `directory` is not that of `record`; empty when it is (or when there is no content)."""
+    if not directory.is_dir() or all(p.name in _BOOKS for p in directory.iterdir()):
+        return []  # an attempt that failed before it made anything binds nobody
+    old = read_record(directory)
+    if old is None:
+        return ["it does not say with which configuration it was made (no stage.json)"]
+    if old.get("key") == record["key"]:
+        return []
+    lines = differences(old.get("config", {}), record["config"])
+    lines += [f"the files of {k} changed" for k, v in record["inputs"].items() if old.get("inputs", {}).get(k) != v]
+    ups = record["upstream"].items()
+    lines += [f"the result of {k} changed" for k, v in ups if old.get("upstream", {}).get(k) != v]
+    return lines or ["its record differs"]
+
+
+def begin(cfg: Config, directory: Path, record: dict[str, Any]) -> None:
+    """Note, before a stage starts, what it starts with. A finished stage becomes unfinished."""
+    (directory / SUMMARY).unlink(missing_ok=True)
+    save_resolved(cfg, directory)
+    write_json(directory / RECORD, record)
+
+
+def set_aside(run_dir: Path, stage: str) -> Path:
+    """Move a stale stage folder to `<run_dir>/superseded/`, where nothing reads it; returns its new place."""
+    folder = run_dir / "superseded"
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while (target := folder / f"{stage}-{number}").exists():
+        number += 1
+    (run_dir / stage).rename(target)
+    return target
+
+
+def _result_hash(directory: Path) -> str | None:
+    """What a stage made, and from what: two checkpoints of different learning rates can have the same summary."""
+    try:
+        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    made = [(read_record(directory) or {}).get("key"), _lasting(summary)]
+    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+
+
+def _lasting(value: Any) -> Any:
+    """`value` without what differs between two runs of the same thing."""
+    if isinstance(value, dict):
+        return {k: _lasting(v) for k, v in value.items() if k not in _VOLATILE}
+    return [_lasting(v) for v in value] if isinstance(value, list) else value
+
+
+def _fingerprint(path: str | None) -> list[list[Any]] | None:
+    """Name, size and time of change of every file that `path` (file, folder, glob) means; None for no path on disk."""
+    if path is None or path.startswith("builtin:"):
+        return None
+    files: list[str] = []
+    for match in sorted(glob.glob(path)):
+        if os.path.isdir(match):
+            files += sorted(str(p) for p in Path(match).rglob("*") if p.is_file())
+        else:
+            files.append(match)
+    return [[f, os.stat(f).st_size, os.stat(f).st_mtime_ns] for f in files]

@@ -1,0 +1,161 @@
+"""The table of stages: what each one is, reads, writes and depends on. Imports no stage."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pivotrl.config import Config
+
+StageFunction = Callable[[Config, Path], Mapping[str, Any]]
+
+# Keys that never change what a stage computes, so that a resumed run may change them.
+BENIGN_KEYS = (
+    "run_dir",
+    "run",
+    "tracking",
+    "generation.max_sequences",
+    "generation.kv_cache_gib",
+    "generation.gpu_memory_utilization",
+    "generation.verify_refit",
+    "generation.max_mismatch",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the pipeline. It writes `<run_dir>/<name>/`, its `summary.json` last."""
+
+    name: str
+    module: str
+    function: str
+    summary: str
+    reads: str
+    writes: str
+    overrides: tuple[str, ...]  # for the help: the keys that matter most
+    example: str
+    config: tuple[str, ...]  # dotted keys whose values change the result
+    upstream: tuple[str, ...] = ()  # stages whose result it reads
+    inputs: tuple[str, ...] = ()  # keys that name files whose content matters
+    policy: bool = False  # runs the megatron-core policy, so the parallel layout must fit
+
+    def load(self) -> StageFunction:
+        """Import the stage's function (this is where torch and the engines come in)."""
+        function: StageFunction = getattr(importlib.import_module(self.module), self.function)
+        return function
+
+
+_ENGINE = ("seed", "model", "domain", "sampling", "generation", "precision")
+_POLICY = ("seed", "model", "domain", "parallel", "precision")
+
+_STAGES = (
+    Stage(
+        "turns",
+        "pivotrl.turns_stage",
+        "run_turns",
+        "Read trajectories, split them by task and cut them into turns (D_cand).",
+        "trajectories.path (file, folder or glob); without one, the expert of environment.name makes them",
+        "turns/turns.jsonl, turns/skipped.jsonl (what was left out, and why), turns/summary.json",
+        ("trajectories.path", "trajectories.format", "trajectories.warmup_fraction", "domain=..."),
+        "pivotrl turns trajectories.path=data/airline.jsonl run_dir=runs/airline",
+        ("seed", "trajectories", "environment", "domain", "model"),
+        inputs=("trajectories.path",),
+    ),
+    Stage(
+        "warmup",
+        "pivotrl.training.sft",
+        "run_warmup",
+        "A short SFT on the warm-up split, so that pi_0 knows the action format.",
+        "turns/turns.jsonl (split warmup), model.path",
+        "warmup/checkpoint, warmup/metrics.jsonl, warmup/summary.json",
+        ("warmup.steps", "warmup.optimizer.learning_rate", "model=..."),
+        "pivotrl warmup warmup.steps=30 run_dir=runs/airline",
+        (*_POLICY, "warmup"),
+        ("turns",),
+        ("model.path",),
+        policy=True,
+    ),
+    Stage(
+        "profile",
+        "pivotrl.profiling.stage",
+        "run_profile",
+        "Sample K actions of pi_0 for every turn and score them: mean and variance of the reward.",
+        "turns/turns.jsonl (split train), the warm-up checkpoint or model.path",
+        "profile/rollouts.jsonl (resumable), profile/turns.jsonl, profile/summary.json",
+        ("profile.rollouts_per_turn", "profile.max_turns", "sampling.temperature", "sampling.max_new_tokens"),
+        "pivotrl profile profile.rollouts_per_turn=16 run_dir=runs/airline",
+        (*_ENGINE, "profile"),
+        ("turns", "warmup"),
+        ("model.path",),
+    ),
+    Stage(
+        "select",
+        "pivotrl.profiling.select",
+        "run_select",
+        "Keep the pivots: turns of mixed outcome whose mean reward is low (D_adv).",
+        "profile/turns.jsonl",
+        "select/pivots.jsonl, select/summary.json",
+        ("select.set", "select.lambda_diff", "select.allow_empty"),
+        "pivotrl select select.lambda_diff=0.7 run_dir=runs/airline",
+        ("seed", "select"),
+        ("turns", "profile"),
+    ),
+    Stage(
+        "train",
+        "pivotrl.training.grpo",
+        "run_train",
+        "PivotRL: GRPO on the pivots, one generated turn a rollout.",
+        "select/pivots.jsonl, turns/turns.jsonl, the warm-up checkpoint or model.path",
+        "train/checkpoint, train/rollouts.jsonl, train/metrics.jsonl, train/summary.json",
+        ("algorithm=...", "algorithm.steps", "algorithm.pivots_per_step", "algorithm.group_size", "parallel=..."),
+        "pivotrl train algorithm.steps=100 algorithm.group_size=16 run_dir=runs/airline",
+        (*_ENGINE, "parallel", "algorithm", "profile"),
+        ("turns", "warmup", "profile", "select"),
+        ("model.path",),
+        policy=True,
+    ),
+    Stage(
+        "sft",
+        "pivotrl.training.sft",
+        "run_sft",
+        "The baseline: supervised fine-tuning on the same trajectories.",
+        "turns/turns.jsonl (split train), the warm-up checkpoint or model.path",
+        "sft/checkpoint, sft/metrics.jsonl, sft/summary.json",
+        ("sft.steps", "sft.trajectories_per_step", "sft.optimizer.learning_rate"),
+        "pivotrl sft sft.steps=100 run_dir=runs/airline",
+        (*_POLICY, "sft", "algorithm.steps"),
+        ("turns", "warmup"),
+        ("model.path",),
+        policy=True,
+    ),
+    Stage(
+        "evaluate",
+        "pivotrl.evaluation.stage",
+        "run_evaluate",
+        "Success in the domain and retention outside it, for each policy, with confidence intervals.",
+        "the checkpoints of warmup, train and sft; environment test tasks or held-out turns; evaluate.ood_path",
+        "evaluate/summary.json",
+        ("evaluate.tasks", "evaluate.trials", "evaluate.ood_path", "evaluate.policies"),
+        "pivotrl evaluate evaluate.tasks=100 evaluate.ood_path=hellaswag.jsonl run_dir=runs/airline",
+        (*_ENGINE, "environment", "evaluate"),
+        ("turns", "warmup", "train", "sft"),
+        ("model.path", "evaluate.ood_path"),
+    ),
+    Stage(
+        "report",
+        "pivotrl.tracking.report",
+        "run_report",
+        "One HTML file with the pivots, the curves, the results and what they cost.",
+        "whatever the other stages have written",
+        "report/report.html, report/summary.json",
+        ("run_dir",),
+        "pivotrl report run_dir=runs/airline",
+        (),
+        ("turns", "warmup", "profile", "select", "train", "sft", "evaluate"),
+    ),
+)
+
+STAGES: dict[str, Stage] = {stage.name: stage for stage in _STAGES}

@@ -1,0 +1,27 @@
+"""Registry of trajectory formats, in the order in which detection tries them (special shapes before general ones)."""
+
+from __future__ import annotations
+
+from pivotrl.trajectories.formats import anthropic, atif, hermes, openai_chat, rendered, responses, sharegpt, tau_bench
+from pivotrl.trajectories.formats.base import Format
+from pivotrl.trajectories.schema import JsonDict
+
+FORMATS: dict[str, Format] = {
+    item.name: item
+    for item in (
+        responses.PIVOT,
+        responses.ROLLOUT,
+        atif.FORMAT,
+        tau_bench.FORMAT,
+        sharegpt.FORMAT,
+        anthropic.FORMAT,
+        hermes.FORMAT,
+        openai_chat.FORMAT,
+        rendered.FORMAT,
+    )
+}
+
+
+def detect(row: JsonDict) -> Format | None:
+    """The first format that a decoded row matches."""
+    return next((item for item in FORMATS.values() if item.matches(row)), None)

@@ -1,0 +1,46 @@
+"""ATIF, the agent trajectory interchange format: {"schema_version": "ATIF-...", "steps": [...]}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pivotrl.trajectories.formats.base import Format, Parsed, describe
+from pivotrl.trajectories.normalise import RowError, messages_of, tools_of
+from pivotrl.trajectories.schema import JsonDict
+
+
+def _matches(row: JsonDict) -> bool:
+    return str(row.get("schema_version", "")).startswith("ATIF") and "steps" in row
+
+
+def _step(step: Any, where: str) -> list[JsonDict]:
+    if not isinstance(step, dict):
+        raise RowError("bad_messages", f"{where} is not an object")
+    if step.get("source") != "agent":
+        return [{"role": step.get("source"), "content": step.get("message")}]
+    calls = [
+        {"id": c.get("tool_call_id"), "function": {"name": c.get("function_name"), "arguments": c.get("arguments")}}
+        for c in step.get("tool_calls") or []
+        if isinstance(c, dict)
+    ]
+    turn = {"role": "assistant", "content": step.get("message"), "tool_calls": calls}
+    turn["thinking"] = step.get("reasoning_content")
+    observation = step.get("observation")
+    results = (observation.get("results") or []) if isinstance(observation, dict) else []
+    if not all(isinstance(result, dict) for result in results):
+        raise RowError("bad_messages", f"{where}: an observation that is not an object")
+    return [turn] + [
+        {"role": "tool", "tool_call_id": r.get("source_call_id"), "content": r.get("content")} for r in results
+    ]
+
+
+def _parse(row: JsonDict) -> Parsed:
+    if not isinstance(row["steps"], list):
+        raise RowError("bad_messages", "steps is not a list")
+    messages = [m for i, step in enumerate(row["steps"]) for m in _step(step, f"steps[{i}]")]
+    agent = row.get("agent")
+    tools = agent.get("tool_definitions") if isinstance(agent, dict) else None
+    return describe(row, messages_of(messages), tools_of(tools))
+
+
+FORMAT = Format("atif", _matches, _parse)

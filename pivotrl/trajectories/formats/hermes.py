@@ -1,0 +1,106 @@
+"""Chat messages whose tool calls are Hermes text inside content, with results in `<tool_response>` blocks.
+
+Tools may be listed in the system text instead of a field; they are then taken out of it, because the chat template will
+write them again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pivotrl.trajectories import strict_json
+from pivotrl.trajectories.formats.base import Format, Parsed, describe
+from pivotrl.trajectories.hermes_text import parse_hermes
+from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.schema import JsonDict
+
+RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
+TOOLS = re.compile(r"<tools>(\s*[\[{].*?)</tools>", re.DOTALL)
+# The section that Hermes and Qwen templates append to the system text: a heading, the tools, the call format.
+SECTION = re.compile(
+    r"\s*(?:# Tools\n+|You are a function calling AI model\.|You may call one or more functions).*?"
+    r"<tools>\s*[\[{].*?</tools>.*\Z",
+    re.DOTALL,
+)
+
+
+def is_hermes(messages: Any) -> bool:
+    """Whether some assistant message writes a call as text and none has structured calls."""
+    if not isinstance(messages, list):
+        return False
+    turns = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+    return not any(m.get("tool_calls") for m in turns) and any(
+        isinstance(m.get("content"), str) and "<tool_call>" in m["content"] for m in turns
+    )
+
+
+def structured(messages: list[JsonDict]) -> list[JsonDict]:
+    """Hermes text messages -> OpenAI chat messages. A malformed demonstrated call raises `RowError`."""
+    result: list[JsonDict] = []
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        content = text_of(message.get("content"), f"messages[{i}]") if role in ("assistant", "tool", "user") else ""
+        if role == "assistant" and "<tool_call>" in content:
+            result.append(_assistant(content, i))
+        elif role in ("tool", "user") and content.lstrip().startswith("<tool_response>"):
+            rest = RESPONSE.sub("", content).strip()
+            if rest:
+                raise RowError("malformed_tool_response", f"messages[{i}]: text beside <tool_response>: {rest[:60]!r}")
+            result.extend({"role": "tool", "content": part} for part in RESPONSE.findall(content))
+        else:
+            result.append(message)
+    return result
+
+
+def _assistant(content: str, index: int) -> JsonDict:
+    action = parse_hermes(content)
+    if action.problems:
+        raise RowError("malformed_tool_call", f"messages[{index}]: {', '.join(action.problems)}")
+    message: JsonDict = {"role": "assistant", "content": action.text}
+    if action.thinking:
+        message["thinking"] = action.thinking
+    message["tool_calls"] = [{"function": call.to_json()} for call in action.tool_calls]
+    return message
+
+
+def tools_in_system(messages: list[JsonDict]) -> tuple[list[JsonDict], list[JsonDict]]:
+    """(messages with the tools section cut from the system text, the tools that it listed)."""
+    head = messages[0] if messages and isinstance(messages[0], dict) else {}
+    content = head.get("content")
+    if head.get("role") != "system" or not isinstance(content, str) or not (listed := TOOLS.search(content)):
+        return messages, []
+    text, tools, position = listed.group(1), [], 0
+    try:
+        while (position := _skip_space(text, position)) < len(text):
+            value, position = strict_json.raw_decode(text, position)
+            tools.extend(value if isinstance(value, list) else [value])
+    except strict_json.StrictJsonError as error:
+        raise RowError("bad_tools", f"<tools> of the system text: {error}") from error
+    cut = SECTION.sub("", content)
+    rest = [{**head, "content": cut}] if cut.strip() else []
+    return rest + messages[1:], tools
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n,":
+        position += 1
+    return position
+
+
+def parse_messages(row: JsonDict, messages: list[JsonDict]) -> Parsed:
+    tools = row.get("tools") if row.get("tools") is not None else row.get("functions")
+    if not tools:
+        messages, tools = tools_in_system(messages)
+    return describe(row, messages_of(structured(messages)), tools_of(tools))
+
+
+def _matches(row: JsonDict) -> bool:
+    return is_hermes(row.get("messages"))
+
+
+def _parse(row: JsonDict) -> Parsed:
+    return parse_messages(row, row["messages"])
+
+
+FORMAT = Format("hermes", _matches, _parse)

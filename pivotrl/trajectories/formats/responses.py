@@ -1,0 +1,109 @@
+"""OpenAI Responses items as NeMo-Gym stores them: rollouts (input, output) and pivot rows (input, expected_action).
+
+The items of one model response (reasoning, message, calls) are one assistant turn; those of a later response begin
+after an input item (a user message or a call's output).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pivotrl.trajectories.formats.base import Format, Parsed, describe
+from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.schema import JsonDict
+
+
+def _items(value: Any, where: str) -> list[JsonDict]:
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RowError("bad_messages", f"{where} is not a list of items")
+    return value
+
+
+def messages_from_items(items: list[JsonDict]) -> list[JsonDict]:
+    """Responses items -> OpenAI chat messages."""
+    messages: list[JsonDict] = []
+    turn: JsonDict | None = None  # the assistant message that is being put together
+    for i, item in enumerate(items):
+        where, kind = f"items[{i}]", item.get("type", "message")
+        if kind == "message" and item.get("role") != "assistant":
+            turn = None
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call_output":
+            turn = None
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind in ("message", "reasoning", "function_call"):
+            if turn is None:
+                turn = {"role": "assistant", "content": "", "thinking": "", "tool_calls": []}
+                messages.append(turn)
+            _extend(turn, kind, item, where)
+        else:
+            raise RowError("unsupported_content", f"{where}: item of type {str(kind)[:40]!r}")
+    return messages
+
+
+def _extend(turn: JsonDict, kind: str, item: JsonDict, where: str) -> None:
+    if kind == "message":
+        if turn["tool_calls"]:
+            raise RowError("text_after_call", f"{where}: a message after a call of the same response")
+        turn["content"] += text_of(item.get("content"), where)
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list):
+            raise RowError("unsupported_content", f"{where}: reasoning is not a list of parts")
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        turn["thinking"] += "\n".join(text for text in texts if isinstance(text, str))
+    else:
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        turn["tool_calls"].append({"id": item.get("call_id"), "function": function})
+
+
+def _params(row: JsonDict) -> JsonDict:
+    params = row["responses_create_params"]
+    return params if isinstance(params, dict) else {}
+
+
+def _head(params: JsonDict) -> list[JsonDict]:
+    items = _items(params.get("input"), "input")
+    if isinstance(params.get("instructions"), str):
+        items = [{"type": "message", "role": "system", "content": params["instructions"]}, *items]
+    return items
+
+
+def _matches_rollout(row: JsonDict) -> bool:
+    return isinstance(row.get("responses_create_params"), dict) and isinstance(row.get("response"), dict)
+
+
+def _parse_rollout(row: JsonDict) -> Parsed:
+    params = _params(row)
+    items = _head(params) + _items(row["response"].get("output"), "response.output")
+    tools = params.get("tools") or row["response"].get("tools")
+    return describe(row, messages_of(messages_from_items(items)), tools_of(tools))
+
+
+def _matches_pivot(row: JsonDict) -> bool:
+    return isinstance(row.get("responses_create_params"), dict) and "expected_action" in row
+
+
+def _parse_pivot(row: JsonDict) -> Parsed:
+    expected = row["expected_action"]
+    kind = expected.get("type") if isinstance(expected, dict) else None
+    if kind == "message":
+        action = [{"type": "message", "role": "assistant", "content": expected.get("content")}]
+    elif kind == "function_call":
+        action = [expected]
+    elif kind == "function_call_batch":
+        action = _items(expected.get("calls"), "expected_action.calls")
+    else:
+        raise RowError("bad_expected_action", f"expected_action of type {str(kind)[:40]!r}")
+    params = _params(row)
+    parsed = describe(row, messages_of(messages_from_items(_head(params) + action)), tools_of(params.get("tools")))
+    parsed.meta["only_last_turn"] = True  # one turn a row: the turns of its history have rows of their own
+    if parsed.id is None and parsed.task_id is not None and "turn" in parsed.meta:
+        parsed.id = f"{parsed.task_id}@{parsed.meta['turn']}"
+    return parsed
+
+
+ROLLOUT = Format("responses", _matches_rollout, _parse_rollout)
+PIVOT = Format("nemo_gym_pivot", _matches_pivot, _parse_pivot)

@@ -1,0 +1,147 @@
+"""The `turns` stage: trajectories -> run_dir/turns/{turns,skipped}.jsonl and summary.json (the commit mark)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from pivotrl import config
+from pivotrl.errors import UserError
+from pivotrl.io import write_json, write_jsonl
+from pivotrl.trajectories.formats.openai_chat import to_row
+from pivotrl.trajectories.reader import Skip, read_trajectories
+from pivotrl.trajectories.schema import Trajectory
+from pivotrl.trajectories.splits import SPLITS, split_tasks
+from pivotrl.trajectories.turns import split_turns
+
+
+def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
+    """Read, split and audit. Returns the summary, which is written last: with it the stage is done.
+
+    Two passes over the input (the first learns the tasks), so memory does not grow with it. Every row is accounted for:
+    read = kept + sum(skipped), for trajectories and for turns. Raises `UserError` when no turn is left (audit written).
+    """
+    out = run_dir / "turns"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").unlink(missing_ok=True)
+    path = _source(cfg, out)
+    tasks = {item.task_id for item in _kept_or_skipped(cfg, path) if isinstance(item, Trajectory)}
+    splits = split_tasks(tasks, cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
+    audit = _Audit()
+    temporary = [out / "turns.jsonl.tmp", out / "skipped.jsonl.tmp"]
+    with temporary[0].open("w", encoding="utf-8") as turns, temporary[1].open("w", encoding="utf-8") as skipped:
+        for item in _kept_or_skipped(cfg, path):
+            audit.add(item)
+            if isinstance(item, Skip):
+                _write(skipped, {"kind": "trajectory", **item.to_json()})
+                continue
+            for turn in split_turns(item, splits[item.task_id]):
+                audit.add_turn(turn)
+                if isinstance(turn, Skip):
+                    _write(skipped, {"kind": "turn", **turn.to_json()})
+                else:
+                    _write(turns, turn.to_json())
+    for file in temporary:
+        file.replace(file.with_suffix(""))
+    summary = audit.summary(len(splits))
+    if not summary["turns"]["kept"]:
+        write_json(out / "audit.json", summary)
+        reasons = {**summary["trajectories"]["skipped"], **summary["turns"]["skipped"]}
+        raise UserError(f"{path}: no turn was kept ({reasons}). See {out / 'skipped.jsonl'} for each row's reason.")
+    write_json(out / "summary.json", summary)
+    return summary
+
+
+def _source(cfg: config.Config, out: Path) -> str:
+    if cfg.trajectories.path is not None:
+        return cfg.trajectories.path
+    if cfg.environment.name is None:
+        raise UserError("trajectories.path is not set, and no environment.name whose expert could make trajectories.")
+    from pivotrl.environments.registry import get_environment
+
+    env = get_environment(cfg.environment.name)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for task in env.tasks("train", cfg.trajectories.tasks, cfg.seed):
+            for run in range(cfg.trajectories.runs_per_task):
+                yield to_row(env.expert(task, run))
+
+    path = out / "trajectories.jsonl"
+    write_jsonl(path, rows())
+    return str(path)
+
+
+def _kept_or_skipped(cfg: config.Config, path: str) -> Iterator[Trajectory | Skip]:
+    """What the reader gives, with the domain filled in and the reward filter applied."""
+    least = cfg.trajectories.min_reward
+    format = cfg.trajectories.format if cfg.trajectories.path is not None else "openai_chat"
+    for item in read_trajectories(path, format):
+        if isinstance(item, Skip):
+            yield item
+            continue
+        reason = _too_low(item.meta.get("reward"), least)
+        if reason is not None:
+            name, _, line = item.source.rpartition(":")
+            yield Skip(name, int(line), item.id, *reason)
+        else:
+            yield item if item.domain else replace(item, domain=cfg.domain.name)
+
+
+def _too_low(reward: Any, least: float | None) -> tuple[str, str] | None:
+    if least is None:
+        return None
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+        return "no_reward", f"trajectories.min_reward={least}, and meta.reward is {reward!r}"
+    return ("low_reward", f"reward {reward} < trajectories.min_reward={least}") if reward < least else None
+
+
+def _write(file: IO[str], row: Any) -> None:
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+class _Audit:
+    """Counts of what was read, kept and skipped."""
+
+    def __init__(self) -> None:
+        self.read = self.kept = self.candidates = self.kept_turns = 0
+        self.skipped: Counter[str] = Counter()
+        self.skipped_turns: Counter[str] = Counter()
+        self.by_split: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
+        self.files: dict[str, Counter[str]] = {}
+
+    def add(self, item: Trajectory | Skip) -> None:
+        name = item.source if isinstance(item, Skip) else item.source.rpartition(":")[0]
+        file = self.files.setdefault(name, Counter(read=0, kept=0, skipped=0))
+        self.read += 1
+        file["read"] += 1
+        if isinstance(item, Skip):
+            self.skipped[item.reason] += 1
+            file["skipped"] += 1
+        else:
+            self.kept += 1
+            file["kept"] += 1
+
+    def add_turn(self, item: Any) -> None:
+        self.candidates += 1
+        if isinstance(item, Skip):
+            self.skipped_turns[item.reason] += 1
+        else:
+            self.kept_turns += 1
+            self.by_split[item.split] += 1
+
+    def summary(self, tasks: int) -> dict[str, Any]:
+        return {
+            "trajectories": {"read": self.read, "kept": self.kept, "skipped": dict(sorted(self.skipped.items()))},
+            "turns": {
+                "candidates": self.candidates,
+                "kept": self.kept_turns,
+                "skipped": dict(sorted(self.skipped_turns.items())),
+                "by_split": dict(self.by_split),
+            },
+            "tasks": tasks,
+            "files": {name: dict(counts) for name, counts in self.files.items()},
+        }

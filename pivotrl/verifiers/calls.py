@@ -1,0 +1,117 @@
+"""What the shell and edit verifiers share: the decision to call or to speak, and equality of plain arguments."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pivotrl.errors import UserError
+from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
+from pivotrl.verifiers.base import Verdict
+
+# Arguments that tell the harness or a reader something and do not change what the call does.
+HARMLESS_ARGUMENTS = frozenset(
+    {
+        "duration",
+        "timeout",
+        "timeout_sec",
+        "timeout_seconds",
+        "timeout_ms",
+        "description",
+        "explanation",
+        "thought",
+        "security_risk",
+    }
+)
+# SWE-agent writes the working directory, terminals show a prompt.
+_DIRECTORY = re.compile(r"\((?:Current directory): (/[^\n]*)\)")
+_PROMPT = re.compile(r"[\w.-]+@[\w.-]+:(/[^\s#$]*)[#$]\s*$")
+_MAX_JSON_DEPTH = 100
+
+
+def check_options(verifier: str, options: JsonDict, allowed: Iterable[str]) -> None:
+    """Raises UserError for an option that the verifier does not have."""
+    known = sorted(allowed)
+    for key in options:
+        if key not in known:
+            raise UserError(f"verifier {verifier!r} has no option {key!r}; it has {', '.join(known) or 'none'}")
+
+
+def decide(turn: Turn, action: Action) -> Verdict | None:
+    """The verdict where no call needs comparing; None when both sides call, equally often, with sound arguments."""
+    expected = turn.demonstration
+    if expected.problems:
+        return Verdict(None, "demonstration_malformed", {"problems": list(expected.problems)})
+    if action.problems:
+        return Verdict(0.0, "malformed", {"problems": list(action.problems)})
+    if not expected.tool_calls:
+        if action.tool_calls:
+            return Verdict(0.0, "called_instead_of_text")
+        if not action.text.strip():
+            return Verdict(0.0, "empty")
+        if action.text.split() == expected.text.split():
+            return Verdict(1.0, "same_text")
+        return Verdict(None, "text_turn")  # whether other words say the same is not for these rules to tell
+    if not action.tool_calls:
+        return Verdict(0.0, "no_call")
+    if any(not isinstance(call.arguments, dict) for call in action.tool_calls):
+        return Verdict(0.0, "malformed", {"problems": ["arguments are not an object"]})
+    if len(action.tool_calls) != len(expected.tool_calls):
+        return Verdict(0.0, "number_of_calls", {"expected": len(expected.tool_calls), "actual": len(action.tool_calls)})
+    return None
+
+
+def json_form(value: Any, depth: int = 0) -> Any:
+    """Hashable form: equal forms iff equal JSON. Key order is free; 1, 1.0, True and "1" are four values."""
+    if depth > _MAX_JSON_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(value, dict):
+        return ("object", frozenset((str(k), json_form(v, depth + 1)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return ("array", *(json_form(v, depth + 1) for v in value))
+    if isinstance(value, float):
+        return ("float", repr(value))
+    return (type(value).__name__, value if isinstance(value, (str, int)) else repr(value))
+
+
+def same_arguments(expected: JsonDict, actual: JsonDict, ignore: frozenset[str] = HARMLESS_ARGUMENTS) -> bool:
+    """Equal arguments, those in `ignore` left out on both sides."""
+    return _plain(expected, ignore) == _plain(actual, ignore)
+
+
+def _plain(arguments: JsonDict, ignore: frozenset[str]) -> Any:
+    try:
+        return json_form({k: v for k, v in arguments.items() if k not in ignore})
+    except ValueError:
+        return object()  # equal to nothing, itself included
+
+
+def same_call(expected: ToolCall, actual: ToolCall) -> Verdict:
+    """A call of a tool about which nothing is known: its name and every argument."""
+    if expected.name != actual.name:
+        return Verdict(0.0, "wrong_tool", {"expected": expected.name, "actual": actual.name})
+    if same_arguments(expected.arguments, actual.arguments):
+        return Verdict(1.0, "match")
+    return Verdict(0.0, "argument_differs", {"tool": expected.name})
+
+
+def last_observation(turn: Turn) -> str:
+    """Text of the last tool or user message of the state, "" if none."""
+    for message in reversed(turn.messages):
+        if message.get("role") in ("tool", "user") and isinstance(message.get("content"), str):
+            return str(message["content"])
+    return ""
+
+
+def working_directory(turn: Turn, option: str | None) -> str | None:
+    """The working directory: `option` itself, or for "auto" what the last observation shows; None if not known."""
+    if option != "auto":
+        return option
+    observation = last_observation(turn)[-2000:]
+    if shown := _DIRECTORY.findall(observation):
+        return posixpath.normpath(shown[-1])
+    if prompt := _PROMPT.search(observation):
+        return posixpath.normpath(prompt[1])
+    return None

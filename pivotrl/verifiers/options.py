@@ -1,0 +1,43 @@
+"""Reading a verifier's options: unknown keys and wrong values are the user's error, named with a suggestion."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pivotrl.errors import UserError
+
+
+def read_options(verifier: str, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`defaults` overlaid with `options`; a key that is not in `defaults`, or a value of another kind, is refused.
+
+    A default of None takes any value; an int stands where a float is expected, a bool never stands for a number.
+    """
+    for key, value in options.items():
+        if key not in defaults:
+            near = difflib.get_close_matches(str(key), defaults, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(sorted(defaults)) or "none"
+            raise UserError(f"verifier {verifier}: unknown option {key!r}.{hint} Known options: {known}.")
+        wanted = defaults[key]
+        if wanted is None:
+            continue
+        kinds = (
+            (int, float) if isinstance(wanted, float) else (list, tuple) if isinstance(wanted, list) else type(wanted)
+        )
+        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(wanted, bool)):
+            raise UserError(
+                f"verifier {verifier}: option {key!r} is {value!r}; it must be of type {type(wanted).__name__}, "
+                f"like its default {wanted!r}."
+            )
+    return {**defaults, **options}
+
+
+def one_of(verifier: str, key: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"verifier {verifier}: option {key!r} is {value!r}; it must be one of {', '.join(allowed)}.")
+
+
+def within(verifier: str, key: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN fails too
+        raise UserError(f"verifier {verifier}: option {key!r} is {value!r}; it must be from {low:g} to {high:g}.")

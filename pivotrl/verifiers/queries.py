@@ -1,0 +1,197 @@
+"""When two search queries ask for the same, and when two short answers say the same."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+
+_OPERATOR_NAMES = (
+    "site filetype ext intitle allintitle inurl allinurl intext allintext inanchor related cache before after author "
+    "source lang language location loc"
+)
+OPERATORS = frozenset(_OPERATOR_NAMES.split())
+_DROPPED = frozenset(("a", "an", "the"))
+_TOKEN = re.compile(r'[-+]?(?:\w+:)?"[^"]*"|\S+')
+_EDGES = ".,;:!?()[]{}'\"`…"
+_RANGE = re.compile(r"[$€£]?\d+\.\.[$€£]?\d+")
+
+
+def fold(text: str) -> str:
+    """Case, width, quotation marks, dashes and white space in one form."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = text.translate(str.maketrans("“”„«»‘’‚‐‑‒–—−", '"""""\'\'\'------'))
+    return " ".join(text.split())
+
+
+@dataclass(frozen=True)
+class Query:
+    """A parsed query. `terms` in order; everything else constrains the result and must be equal."""
+
+    terms: tuple[str, ...]
+    phrases: Counter[str] = field(default_factory=Counter)
+    constraints: Counter[str] = field(default_factory=Counter)  # "site:x", "-term", "1..5", and groups joined by "or"
+
+
+def parse_query(text: str) -> Query:
+    """Terms, "quoted phrases" and operators of a query in the notation that search engines share."""
+    terms: list[str] = []
+    phrases: Counter[str] = Counter()
+    constraints: Counter[str] = Counter()
+    alternatives: list[str] = []  # of the group being read
+    joined = False  # an OR was just read
+    for token in _TOKEN.findall(_unquoted(unicodedata.normalize("NFKC", text))):
+        if token in ("OR", "|"):  # only in capitals; "or" is a word
+            joined = True
+            continue
+        if token == "AND" or not any(c.isalnum() for c in token):  # a dash between words, an ampersand
+            continue
+        kind, value = _classify(fold(token))
+        if not value:
+            continue
+        if joined or not alternatives:
+            alternatives.append(f"{kind}{value}")
+        else:
+            _file(alternatives, terms, phrases, constraints)
+            alternatives = [f"{kind}{value}"]
+        joined = False
+    _file(alternatives, terms, phrases, constraints)
+    kept = tuple(term for term in terms if term not in _DROPPED)
+    return Query(kept or tuple(terms), phrases, constraints)
+
+
+def _unquoted(text: str) -> str:
+    """Typographic quotation marks plain; a lone mark is no phrase."""
+    text = text.translate(str.maketrans("“”„«»", '"""""'))
+    return text if text.count('"') % 2 == 0 else text.replace('"', " ")
+
+
+def _classify(token: str) -> tuple[str, str]:
+    """(kind, value) with kind "" for a term, '"' for a phrase, and the operator itself else."""
+    sign = token[0] if token[0] in "-+" and len(token) > 1 else ""
+    body = token[1:] if sign else token
+    name, colon, value = body.partition(":")
+    prefix = "-" if sign == "-" else ""
+    if colon and name in OPERATORS and value:
+        name = "filetype" if name == "ext" else name
+        return f"{prefix}{name}:", value.strip('"').strip()
+    if _RANGE.fullmatch(body):
+        return f"{prefix}range:", body
+    if body.startswith('"') and body.endswith('"') and len(body) > 1:
+        words = " ".join(word.strip(_EDGES) for word in body.strip('"').split())
+        return f'{prefix}"', words
+    return prefix, body.strip(_EDGES)
+
+
+def _file(alternatives: list[str], terms: list[str], phrases: Counter[str], constraints: Counter[str]) -> None:
+    if len(alternatives) > 1:
+        constraints[" or ".join(sorted(set(alternatives)))] += 1
+    elif alternatives:
+        item = alternatives[0]
+        if item.startswith('"'):
+            phrases[item[1:]] += 1
+        elif item.startswith("-") or re.match(r"(?:range|" + "|".join(OPERATORS) + "):", item):
+            constraints[item] += 1
+        else:
+            terms.append(item)
+
+
+def numbers(text: str) -> Counter[str]:
+    """The terms that hold a digit: years, amounts, versions. Similar texts with other numbers ask something else."""
+    return Counter(word.strip(_EDGES) for word in fold(text).split() if any(c.isdigit() for c in word))
+
+
+def query_similarity(one: str, two: str) -> float:
+    """Dice of the term multisets, 2|A n B| / (|A| + |B|); 0 where phrases, operators or numbers differ."""
+    a, b = parse_query(one), parse_query(two)
+    if a.phrases != b.phrases or a.constraints != b.constraints:
+        return 0.0
+    if [t for t in sorted(a.terms) if _digit(t)] != [t for t in sorted(b.terms) if _digit(t)]:
+        return 0.0
+    if not a.terms and not b.terms:
+        return 1.0
+    return 2 * (Counter(a.terms) & Counter(b.terms)).total() / (len(a.terms) + len(b.terms))
+
+
+def same_query(one: str, two: str, *, ordered: bool = False) -> bool:
+    """The same terms (as a multiset, or in order), phrases and operators."""
+    a, b = parse_query(one), parse_query(two)
+    terms = a.terms == b.terms if ordered else Counter(a.terms) == Counter(b.terms)
+    return terms and a.phrases == b.phrases and a.constraints == b.constraints
+
+
+def text_similarity(one: str, two: str) -> float:
+    """Dice of the word multisets of two free texts; 0 where their numbers differ."""
+    if numbers(one) != numbers(two):
+        return 0.0
+    words = [Counter(w for w in (t.strip(_EDGES) for t in fold(text).split()) if w) for text in (one, two)]
+    total = words[0].total() + words[1].total()
+    return 2 * (words[0] & words[1]).total() / total if total else float(fold(one) == fold(two))
+
+
+def _digit(term: str) -> bool:
+    return any(c.isdigit() for c in term)
+
+
+# --- answers
+
+_MARKED = re.compile(
+    r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}|(?:^|\n)\W*(?:final )?answer\W*?:\W*([^\n]+)",
+    re.DOTALL | re.IGNORECASE,
+)
+_NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
+)
+_WORDS = {word: str(number) for number, word in enumerate(_NUMBER_WORDS.split())}
+_SCALES = {"thousand": 3, "million": 6, "mn": 6, "billion": 9, "bn": 9, "trillion": 12}
+_MONEY_SCALES = {"k": 3, "m": 6, "b": 9}  # "5 m" alone is a length
+_QUANTITY = re.compile(r"([-+]?)\s*([$€£]?)\s*(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)\s*([a-z%°/]*(?: [a-z/]+)?)")
+
+
+def short_answer(text: str) -> str:
+    """The answer in a text, folded: the marked part (`<answer>`, `\\boxed{}`, `Answer: ...`) if it has one."""
+    found = [next(group for group in match.groups() if group is not None) for match in _MARKED.finditer(text)]
+    body = fold(found[-1] if found else text).replace("**", "").replace("__", "")
+    words = body.strip(_EDGES + "* ").split()
+    return " ".join(words[1:] if words[:1] and words[0] in _DROPPED and len(words) > 1 else words)
+
+
+def quantity(answer: str) -> tuple[Decimal, str] | None:
+    """(value, unit) of an answer that is one number and perhaps a unit: "$115,877 million", "51.00 %", "four"."""
+    match = _QUANTITY.fullmatch(_WORDS.get(answer, answer))
+    if not match:
+        return None
+    sign, currency, digits, rest = match.groups()
+    words = rest.replace("percent", "%").split()
+    power = ({**_SCALES, **_MONEY_SCALES} if currency else _SCALES).get(words[0], 0) if words else 0
+    unit = " ".join(words[1:] if power else words)
+    try:
+        value = Decimal(sign + digits.replace(",", "")).scaleb(power)
+    except InvalidOperation:
+        return None
+    return value, {"$": "usd", "€": "eur", "£": "gbp"}.get(currency, "") + (" " + unit if currency and unit else unit)
+
+
+def same_answer(one: str, two: str) -> bool | None:
+    """True or False where normalisation settles it (equal texts, two quantities, yes against no); else None.
+
+    Quantities of one unit within 1 % of each other are not settled (one may be rounded), nor are those of two units.
+    """
+    a, b = short_answer(one), short_answer(two)
+    if fold(two) and (a == b or fold(one) == fold(two)):
+        return True
+    if not b:
+        return False
+    left, right = quantity(a), quantity(b)
+    if left and right:
+        (x, unit), (y, other) = left, right
+        if unit != other:
+            return None
+        return True if x == y else None if abs(x - y) * 100 <= max(abs(x), abs(y)) else False
+    polar = {"yes": True, "no": False, "true": True, "false": False}
+    if a in polar and b in polar:
+        return polar[a] == polar[b]
+    return None

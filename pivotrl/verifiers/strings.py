@@ -1,0 +1,90 @@
+"""String rules: when two strings count as the same, chosen for each field by `domain.verifier.options.strings`.
+
+exact         equal after Unicode NFC; white space and case count (code, ids and passwords need them)
+normalized    equal after NFC, case folding, and dropping punctuation and repeated white space; punctuation inside a
+              number ("1.5", "10:30") and a sign before one stay, and strings of punctuation alone are compared exactly
+similarity:x  word overlap of the normalised strings of at least x, and the same words that hold digits
+any           any string, but an empty one only where an empty one is expected
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+
+from pivotrl.errors import UserError
+
+StringRule = Callable[[str, str], bool]  # (expected, actual) -> same
+
+
+def exact(expected: str, actual: str) -> bool:
+    return unicodedata.normalize("NFC", expected) == unicodedata.normalize("NFC", actual)
+
+
+NUMBER_MARK = re.compile(r"(?<=\d)[.,:/'-](?=\d)|(?<!\S)[-+](?=\d)")
+
+
+def normalise(text: str) -> str:
+    """The form that `normalized` compares."""
+    text = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
+    kept = {match.start() for match in NUMBER_MARK.finditer(text)}
+    characters = (
+        " " if i not in kept and unicodedata.category(char)[0] in "PZC" else char for i, char in enumerate(text)
+    )
+    return " ".join("".join(characters).split())
+
+
+def normalized(expected: str, actual: str) -> bool:
+    left, right = normalise(expected), normalise(actual)
+    return left == right if left or right else exact(expected, actual)
+
+
+def overlap(expected: str, actual: str) -> float:
+    """Dice overlap of the multisets of words and word pairs of two normalised strings, in [0, 1].
+
+    Pairs make word order count ("cancel A and keep B"), and the cost is linear in the length. 0 if either has no word.
+    """
+    left, right = _grams(normalise(expected)), _grams(normalise(actual))
+    if not left or not right:
+        return 0.0
+    return 2 * (left & right).total() / (left.total() + right.total())
+
+
+def _grams(text: str) -> Counter[str]:
+    words = text.split()
+    return Counter(words) + Counter(f"{a} {b}" for a, b in pairwise(words))
+
+
+def _with_digits(text: str) -> Counter[str]:
+    return Counter(word for word in normalise(text).split() if any(char.isdigit() for char in word))
+
+
+def similar(expected: str, actual: str, threshold: float) -> bool:
+    """Equal, or overlapping by at least `threshold` with the same numbers and ids."""
+    if exact(expected, actual):
+        return True
+    return overlap(expected, actual) >= threshold and _with_digits(expected) == _with_digits(actual)
+
+
+def _any(expected: str, actual: str) -> bool:
+    return bool(actual.strip()) or not expected.strip()
+
+
+def string_rule(name: object, where: str) -> StringRule:
+    """The rule called `name` ("exact", "normalized", "similarity:0.8", "any"). Raises `UserError` naming `where`."""
+    simple: dict[object, StringRule] = {"exact": exact, "normalized": normalized, "any": _any}
+    if isinstance(name, str) and name in simple:
+        return simple[name]
+    threshold = similarity_threshold(name, where)
+    return lambda expected, actual: similar(expected, actual, threshold)
+
+
+def similarity_threshold(name: object, where: str) -> float:
+    """x of "similarity:x"."""
+    match = re.fullmatch(r"similarity:(\d*\.?\d+)", name) if isinstance(name, str) else None
+    if match is None or not 0 < float(match[1]) <= 1:
+        raise UserError(f"{where}={name!r}: use exact, normalized, any, or similarity:x with 0 < x <= 1.")
+    return float(match[1])

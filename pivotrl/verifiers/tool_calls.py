@@ -1,0 +1,136 @@
+"""Functional verifier of conversational tool use: "speak or call", tool name, arguments (method.md 2.1, eq. 6).
+
+Calls are compared as a multiset, so order does not matter and surplus calls are not free. Where both speak, the option
+`text` decides:
+  exclude (default)  unscorable, "text_turn": no program can tell whether two texts mean the same
+  similarity:x       word overlap of at least x (see `strings`)
+  facts              the same salient values (see `facts`), and both or neither ask a question; a demonstration without
+                     any salient value is unscorable, "no_facts"
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pivotrl.errors import UserError
+from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
+from pivotrl.verifiers.base import Verdict
+from pivotrl.verifiers.compare import Rules, difference, perfect_match, resolve
+from pivotrl.verifiers.facts import compare as compare_facts
+from pivotrl.verifiers.facts import facts_of
+from pivotrl.verifiers.strings import StringRule, exact, similar, similarity_threshold, string_rule
+
+WHERE = "domain.verifier.options"
+
+
+def check_option_names(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise `UserError` for an unknown option, with the nearest known one."""
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known) or 'none'}."
+            raise UserError(f"{WHERE}.{name}: unknown option.{hint}")
+
+
+class ToolCallVerifier:
+    """See the module. Options: `strings` {"*" or "tool.field": rule}, `unordered` ["tool.field"], `text`."""
+
+    name = "tool_calls"
+    version = "1"
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        check_option_names(options, ("strings", "unordered", "text"))
+        strings = options.get("strings") or {}
+        if not isinstance(strings, Mapping):
+            raise UserError(f'{WHERE}.strings: must map "*" or "tool.field" to a rule, not a {type(strings).__name__}.')
+        self._strings: dict[str, StringRule] = {
+            str(field): string_rule(rule, f"{WHERE}.strings[{field!r}]") for field, rule in strings.items()
+        }
+        unordered = options.get("unordered") or []
+        if isinstance(unordered, str) or not all(isinstance(field, str) for field in unordered):
+            raise UserError(f'{WHERE}.unordered: must be a list of "tool.field" names.')
+        self._unordered = frozenset(unordered)
+        self._text = options.get("text") or "exclude"
+        self._threshold: float | None = None
+        if self._text not in ("exclude", "facts"):
+            if not str(self._text).startswith("similarity:"):
+                raise UserError(f"{WHERE}.text={self._text!r}: use exclude, facts, or similarity:x with 0 < x <= 1.")
+            self._threshold = similarity_threshold(self._text, f"{WHERE}.text")
+        self._options = {
+            "strings": {str(field): rule for field, rule in sorted(strings.items())},
+            "unordered": sorted(self._unordered),
+            "text": self._text,
+        }
+        default = self._strings.get("*", exact)
+        self._rules = Rules(lambda path: self._strings.get(path, default), lambda path: path in self._unordered)
+
+    def config(self) -> dict[str, Any]:
+        return self._options
+
+    def verify(self, turn: Turn, action: Action) -> Verdict:
+        expected = turn.demonstration
+        if action.problems:
+            return Verdict(0.0, "malformed", {"problems": list(action.problems)})
+        if expected.tool_calls and action.tool_calls:
+            return self._verify_calls(turn, expected.tool_calls, action.tool_calls)
+        if action.tool_calls:
+            return Verdict(0.0, "called_instead_of_speaking")
+        if not action.text.strip():
+            return Verdict(0.0, "empty")
+        if expected.tool_calls:
+            return Verdict(0.0, "spoke_instead_of_calling")
+        return self._verify_text(expected.text, action.text)
+
+    def _verify_calls(self, turn: Turn, expected: tuple[ToolCall, ...], actual: tuple[ToolCall, ...]) -> Verdict:
+        schemas = _parameters(turn.tools)
+        known = schemas.keys() | {call.name for call in expected}
+        for call in actual:
+            if call.name not in known:
+                return Verdict(0.0, "unknown_tool", {"tool": call.name})
+        if len(actual) != len(expected):
+            return Verdict(0.0, "surplus_call" if len(actual) > len(expected) else "missing_call")
+        if sorted(call.name for call in actual) != sorted(call.name for call in expected):
+            return Verdict(0.0, "wrong_tool", {"tools": [call.name for call in actual]})
+
+        def same(a: ToolCall, b: ToolCall) -> bool:
+            return a.name == b.name and self._difference(a, b, schemas) is None
+
+        if perfect_match(expected, actual, same):
+            return Verdict(1.0, "match")
+        return self._first_difference(expected, actual, schemas)
+
+    def _difference(self, expected: ToolCall, actual: ToolCall, schemas: dict[str, JsonDict]) -> Any:
+        root = schemas.get(expected.name, {})
+        return difference(expected.arguments, actual.arguments, resolve(root, root), root, self._rules, expected.name)
+
+    def _first_difference(
+        self, expected: tuple[ToolCall, ...], actual: tuple[ToolCall, ...], schemas: dict[str, JsonDict]
+    ) -> Verdict:
+        """Name a difference for people: that of the first call which equals no expected call of its name."""
+        for call in actual:
+            found = [self._difference(e, call, schemas) for e in expected if e.name == call.name]
+            if None not in found:
+                return Verdict(0.0, found[0].reason, {"field": found[0].path})
+        return Verdict(0.0, "repeated_call")
+
+    def _verify_text(self, expected: str, actual: str) -> Verdict:
+        if self._text == "exclude":
+            return Verdict(None, "text_turn")
+        if self._threshold is not None:
+            same = similar(expected, actual, self._threshold)
+            return Verdict(float(same), "match" if same else "text_differs")
+        facts = facts_of(expected)
+        if not facts.values:
+            return Verdict(None, "no_facts")
+        problem = compare_facts(facts, facts_of(actual))
+        return Verdict(1.0, "match") if problem is None else Verdict(0.0, problem)
+
+
+def _parameters(tools: list[JsonDict]) -> dict[str, JsonDict]:
+    """Tool name -> JSON Schema of its arguments."""
+    functions = [tool.get("function", {}) for tool in tools]
+    return {
+        f["name"]: f["parameters"] if isinstance(f.get("parameters"), dict) else {} for f in functions if "name" in f
+    }

@@ -1,0 +1,17 @@
+"""Shared fixtures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of the shared recorded trajectories (env PIVOTRL_SHARED)."""
+    folder = Path(os.environ.get("PIVOTRL_SHARED", "../shared")) / "data"
+    if not folder.is_dir():
+        pytest.skip(f"shared data not found at {folder} (set PIVOTRL_SHARED)")
+    return folder

@@ -1,0 +1,218 @@
+"""The real engine on tiny random models, float32: numbers against Hugging Face, refits against fresh engines."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pivotrl.config import Generation
+from pivotrl.errors import UserError
+from pivotrl.generation.engine import Completion, EngineStateError, NonFiniteLogprobs, RefitError, Sampling
+
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_models import VOCABULARY, save_llama, save_moe  # noqa: E402
+
+from pivotrl.generation.vllm_engine import VllmEngine  # noqa: E402
+
+Weights = dict[str, torch.Tensor]
+GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
+SAMPLED = Sampling(temperature=0.7, max_new_tokens=8)
+PROMPTS = [[(7 * i + 3 * j) % VOCABULARY for j in range(length)] for i, length in enumerate((70, 33, 5, 97))]
+SEEDS = [11, 12, 13, 14]
+SAVE: dict[str, Callable[[Path, int], Path]] = {"llama": save_llama, "moe": save_moe}
+
+
+def build(folder: Path, **options: object) -> VllmEngine:
+    return VllmEngine(folder, Generation(max_sequences=16, **options), "fp32", 128, 0, [])  # type: ignore[arg-type]
+
+
+def weights_of(folder: Path) -> Weights:
+    return load_file(folder / "model.safetensors")
+
+
+class Served:
+    """One family: two model folders, a long-lived engine of the first, and fresh answers of both."""
+
+    def __init__(self, family: str, root: Path) -> None:
+        self.folders = [SAVE[family](root / f"{family}{seed}", seed) for seed in (0, 1)]
+        self.weights = [weights_of(folder) for folder in self.folders]
+        self.fresh = []
+        for folder in self.folders:
+            engine = build(folder)
+            self.fresh.append(answers(engine))
+            engine.close()
+        self.engine = build(self.folders[0])
+        self.version = 0
+
+    def refit(self, which: int) -> None:
+        self.version += 1
+        self.engine.refit(iter(self.weights[which].items()), self.version)
+
+
+def answers(engine: VllmEngine) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Greedy and sampled ids and log-probs, to be compared bit for bit."""
+    greedy = engine.generate(PROMPTS, GREEDY, 1, SEEDS)
+    sampled = engine.generate(PROMPTS, SAMPLED, 2, SEEDS)
+    return [(c.token_ids, c.logprobs) for group in greedy + sampled for c in group]
+
+
+@pytest.fixture(scope="module", params=["llama", "moe"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    made = Served(request.param, tmp_path_factory.mktemp("models"))
+    yield made
+    made.engine.close()
+
+
+@pytest.fixture
+def original(served: Served) -> Served:
+    """The engine with its first weights, whatever an earlier test did to it."""
+    served.refit(0)
+    return served
+
+
+def reference_logprobs(folder: Path, prompt: list[int], completion: Completion, temperature: float) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt + list(completion.token_ids)])  # [1, tokens]
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature  # [new, vocabulary]
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_sampling_distribution(original: Served, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, max_new_tokens=8)
+    for prompt, group in zip(PROMPTS, original.engine.generate(PROMPTS, sampling, 2, SEEDS), strict=True):
+        for completion in group:
+            want = reference_logprobs(original.folders[0], prompt, completion, temperature)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), want, atol=1e-4, rtol=0)
+
+
+def test_refit_serves_exactly_the_new_weights_time_after_time(original: Served) -> None:
+    assert original.fresh[0] != original.fresh[1]
+    for which in (1, 0) * 5:
+        original.refit(which)
+        assert answers(original.engine) == original.fresh[which]
+        report = original.engine.last_refit
+        assert report is not None and not report.different and not report.unverified
+
+
+def test_refit_resets_the_prefix_cache_once(original: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, resets = original.engine, []
+    engine.generate([PROMPTS[0]], GREEDY, 1, [0])
+    warm = engine.generate([PROMPTS[0]], GREEDY, 1, [0])[0][0]
+    assert warm.cached_prompt_tokens == 64
+    reset = engine._llm.reset_prefix_cache
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: resets.append(1) or reset())
+    original.refit(0)
+    cold = engine.generate([PROMPTS[0]], GREEDY, 1, [0])[0][0]
+    assert resets == [1] and cold.cached_prompt_tokens == 0
+    assert (cold.token_ids, cold.logprobs) == (warm.token_ids, warm.logprobs)
+    assert cold.weight_version == original.version == warm.weight_version + 1
+
+
+def test_seeds(original: Served) -> None:
+    def draw(prompts: list[list[int]], seeds: list[int], n: int = 3) -> list[list[tuple[int, ...]]]:
+        return [[c.token_ids for c in group] for group in original.engine.generate(prompts, SAMPLED, n, seeds)]
+
+    first = draw(PROMPTS, SEEDS)
+    assert draw(PROMPTS, SEEDS) == first
+    assert draw(PROMPTS[::-1], SEEDS[::-1]) == first[::-1]  # a sample does not depend on its place in the batch
+    assert all(len(set(group)) == 3 for group in first)
+    same_prompt = draw([PROMPTS[0]] * 2, [5, 6])
+    assert not set(same_prompt[0]) & set(same_prompt[1])  # neighbouring seeds share no sample
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("fault", ["missing", "unknown", "misshapen", "nan", "twice"])
+def test_bad_refit_names_the_weight_and_stops_generation(original: Served, fault: str, as_list: bool) -> None:
+    sent = list(original.weights[1].items())
+    name, tensor = sent[len(sent) // 2]
+    if fault == "missing":
+        sent.remove(sent[len(sent) // 2])
+    elif fault == "unknown":
+        sent[len(sent) // 2] = (name := name + "x", tensor)
+    elif fault == "misshapen":
+        sent[len(sent) // 2] = (name, torch.zeros(3, 3))
+    elif fault == "nan":
+        sent[len(sent) // 2] = (name, torch.full_like(tensor, math.nan))
+    else:
+        sent.append((name, tensor))
+    with pytest.raises(RefitError, match=name.replace(".", r"\.")):
+        original.engine.refit(sent if as_list else iter(sent), 99)
+    with pytest.raises(EngineStateError, match="refit"):
+        original.engine.generate([PROMPTS[0]], GREEDY, 1, [0])
+    original.refit(1)
+    assert answers(original.engine) == original.fresh[1]
+
+
+def test_sleep_refit_wake_serves_the_refitted_weights(original: Served) -> None:
+    engine = original.engine
+    engine.sleep()
+    with pytest.raises(EngineStateError, match="wake"):
+        engine.generate([PROMPTS[0]], GREEDY, 1, [0])
+    with pytest.raises(EngineStateError, match="refit it first"):
+        engine.wake()
+    original.refit(1)
+    with pytest.raises(EngineStateError, match="wake"):
+        engine.generate([PROMPTS[0]], GREEDY, 1, [0])
+    engine.wake()
+    assert answers(engine) == original.fresh[1]
+
+
+def test_too_long_prompt_and_foreign_ids_are_refused(original: Served) -> None:
+    with pytest.raises(UserError, match=r"prompt 1 has 121 tokens.*max_new_tokens=8.*context_length=128"):
+        original.engine.generate([[1], [1] * 121], GREEDY, 1, [0, 0])
+    with pytest.raises(UserError, match=f"prompt 0 holds token id {VOCABULARY}"):
+        original.engine.generate([[1, VOCABULARY]], GREEDY, 1, [0])
+    assert len(original.engine.generate([[1] * 120], GREEDY, 1, [0])[0][0].token_ids) == 8
+
+
+def test_stop_ids_end_a_completion_and_are_kept(original: Served) -> None:
+    plain = original.engine.generate([PROMPTS[0]], GREEDY, 1, [0])[0][0]
+    assert plain.finish_reason == "length" and len(plain.token_ids) == 8
+    original.engine._stop_token_ids = [plain.token_ids[3]]
+    try:
+        stopped = original.engine.generate([PROMPTS[0]], GREEDY, 1, [0])[0][0]
+    finally:
+        original.engine._stop_token_ids = []
+    cut = plain.token_ids.index(plain.token_ids[3]) + 1
+    assert stopped.finish_reason == "stop"
+    assert (stopped.token_ids, stopped.logprobs) == (plain.token_ids[:cut], plain.logprobs[:cut])
+
+
+def test_nan_logprobs_are_an_error_naming_the_sample(original: Served) -> None:
+    def damage(model: torch.nn.Module) -> None:
+        model.model.norm.weight.data.fill_(math.nan)  # type: ignore[union-attr]
+
+    original.engine._llm.apply_model(damage)
+    original.engine._llm.reset_prefix_cache()
+    with pytest.raises(NonFiniteLogprobs, match="prompt 0, sample 0, token 0"):
+        original.engine.generate([PROMPTS[0]], SAMPLED, 2, [0])
+
+
+def test_verification_sees_stale_copies(original: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without our repacking the engine would serve old weights in silence; the check after loading must see it."""
+    if "tie_word_embeddings\": true" in (original.folders[0] / "config.json").read_text():
+        monkeypatch.setattr(original.engine._setup, "repack_heads", lambda model: None)
+        stale = "lm_head.weight"
+    else:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        monkeypatch.setattr(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None)
+        pytest.skip("experts: a layout that is not repacked has the same bit sum") if False else None
+        stale = "w13_weight"
+    if stale == "lm_head.weight":
+        with pytest.raises(RefitError, match=stale):
+            original.refit(1)
+    else:
+        original.refit(1)
+        assert answers(original.engine) != original.fresh[1]

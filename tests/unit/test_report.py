@@ -1,0 +1,298 @@
+"""The report: complete, partial and hostile runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pivotrl.config import Config
+from pivotrl.configuration import save_resolved
+from pivotrl.io import write_json, write_jsonl
+from pivotrl.tracking import report, report_data
+
+HOSTILE = '<script>alert("x")</script> & </pre> ünïcode 日本'
+
+
+def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
+    """A run that passed through every stage, with plausible invented figures."""
+    draw = random.Random(seed)
+    cfg = Config(run_dir=str(run_dir))
+    save_resolved(cfg, run_dir)
+    rows, turn_rows, rollouts, pivots = [], [], [], []
+    tools = ["get_order", "cancel_order", "exchange_item", "find_customer"]
+    for i in range(turns):
+        turn_id = f"retail_{i // 5:03d}#{i % 5}"
+        p = draw.choice([0.0, 0.0, 0.0, 0.12, 0.3, 0.5, 0.8, 1.0, 1.0])
+        family = draw.choice(["returns", "orders", "profile"])
+        right = sum(draw.random() < p for _ in range(8))
+        unscorable = 8 if i == 7 else 0
+        mean = None if unscorable else right / 8
+        demonstration = {
+            "text": "",
+            "tool_calls": [{"name": draw.choice(tools), "arguments": {"order_id": f"W{1000 + i}"}}],
+        }
+        rows.append(
+            {
+                "turn_id": turn_id,
+                "depth": i % 5,
+                "domain": "outfitters",
+                "family": family,
+                "n": 8,
+                "right": 0 if unscorable else right,
+                "wrong": 0 if unscorable else 8 - right,
+                "unscorable": unscorable,
+                "truncated": draw.choice([0, 0, 1]),
+                "no_action": draw.choice([0, 0, 0, 1]),
+                "mean": mean,
+                "variance": None if mean is None else mean * (1 - mean),
+                "unique_actions": draw.randint(1, 8),
+                "prompt_tokens": 900,
+                "generated_tokens": 300,
+            }
+        )
+        turn_rows.append(
+            {
+                "id": turn_id,
+                "messages": [
+                    {"role": "system", "content": "You are an agent of an outdoor shop."},
+                    {
+                        "role": "user",
+                        "content": f"Hello, my order W{1000 + i} has a torn sleeve. {HOSTILE if i == 3 else ''}",
+                    },
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"id": "1", "name": "find_customer", "arguments": {"email": "ada@example.com"}}],
+                    },
+                    {
+                        "role": "tool",
+                        "name": "find_customer",
+                        "tool_call_id": "1",
+                        "content": '{"customer_id": "C17", "orders": ["W1000"]}',
+                    },
+                ],
+                "demonstration": demonstration,
+            }
+        )
+        for k in range(8):
+            good = k < right
+            text = (
+                ""
+                if good
+                else draw.choice(["Could you tell me your order number?", "I have cancelled it for you.", HOSTILE])
+            )
+            rollouts.append(
+                {
+                    "turn_id": turn_id,
+                    "index": k,
+                    "finish_reason": "stop" if draw.random() < 0.9 else "length",
+                    "action": demonstration if good else {"text": text, "tool_calls": []},
+                    "reward": None if unscorable else float(good),
+                    "reason": "time_out" if unscorable else "match" if good else "text_instead_of_call",
+                }
+            )
+        if mean is not None and 0 < mean < 0.6:
+            pivots.append({"turn_id": turn_id, "mean": mean})
+    write_jsonl(run_dir / "profile" / "turns.jsonl", rows)
+    write_jsonl(run_dir / "profile" / "rollouts.jsonl", rollouts)
+    write_jsonl(run_dir / "turns" / "turns.jsonl", turn_rows)
+    write_jsonl(run_dir / "select" / "pivots.jsonl", pivots)
+    mixed = sum(0 < (r["mean"] or 0) < 1 for r in rows)
+    write_json(
+        run_dir / "turns" / "summary.json",
+        {"trajectories": 24, "turns": turns, "skipped": {"too_long": 3}, "splits": {"train": 96, "validation": 24}},
+    )
+    write_json(
+        run_dir / "profile" / "summary.json",
+        {
+            "turns": turns,
+            "rollouts": 8 * turns,
+            "uninformative_share": 0.6,
+            "tokens": {"prompt": 864_000, "cached": 790_112, "generated": 36_480},
+            "seconds": 212.0,
+        },
+    )
+    write_json(
+        run_dir / "select" / "summary.json",
+        {
+            "set": "adv",
+            "lambda_diff": 0.6,
+            "counts": {"cand": turns, "mixed": mixed, "adv": len(pivots), "adv_zeros": len(pivots) + 40},
+            "kept": len(pivots),
+        },
+    )
+    metrics = []
+    for step in range(20):
+        metrics.append(
+            {
+                "step": step,
+                "reward": 0.3 + 0.02 * step + draw.gauss(0, 0.03),
+                "mixed_groups": 0.8 - 0.015 * step,
+                "group_std": 0.42 - 0.006 * step,
+                "loss": draw.gauss(0, 0.02) if step != 9 else "nan",
+                "kl": 0.0004 * step,
+                "mismatch_abs": 0.003 + abs(draw.gauss(0, 0.0005)),
+                "grad_norm": 1.4 - 0.03 * step,
+                "entropy": 1.1 - 0.02 * step,
+                "seconds": 9 + draw.random(),
+                "learning_rate": 1e-6,
+            }
+        )
+    write_jsonl(run_dir / "train" / "metrics.jsonl", metrics)
+    write_json(
+        run_dir / "train" / "summary.json",
+        {"steps": 20, "rollouts": 1280, "tokens": {"prompt": 1_152_000, "generated": 51_200, "trained": 51_200}},
+    )
+    for stage in ("warmup", "sft"):
+        write_jsonl(run_dir / stage / "metrics.jsonl", [{"step": s, "loss": 1.8 * 0.9**s + 0.3} for s in range(20)])
+        write_json(run_dir / stage / "summary.json", {"steps": 20})
+    cell = {"success": 0.25, "ci": [0.13, 0.41], "n": 40, "by_family": {"returns": 0.2, "orders": 0.4, "profile": 0.1}}
+    better = {"success": 0.5, "ci": [0.35, 0.65], "n": 40, "by_family": {"returns": 0.5, "orders": 0.6, "profile": 0.4}}
+    ood = {"accuracy": 0.43, "ci": [0.34, 0.53], "n": 100, "name": "HellaSwag"}
+    write_json(
+        run_dir / "evaluate" / "summary.json",
+        {
+            "policies": {
+                "base": {"greedy": cell, "sampled": cell, "ood": ood},
+                "sft": {"greedy": {**better, "success": 0.45}, "sampled": better, "ood": {**ood, "accuracy": 0.39}},
+                "pivotrl": {"greedy": better, "sampled": better, "ood": ood},
+            },
+            "differences": {"pivotrl - base": {"greedy": {"difference": 0.25, "ci": [0.1, 0.4]}}},
+        },
+    )
+    stages = {
+        s: {"seconds": 30.0 * i, "peak_rss_gib": 1.5 + i, "attempts": 1}
+        for i, s in enumerate(report_data.STAGE_ORDER[:-1], 1)
+    }
+    write_json(run_dir / "pipeline.json", {"stages": stages})
+    return run_dir
+
+
+class _Balance(HTMLParser):
+    """Checks that tags close in order and that nothing is loaded from outside."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert name not in ("src", "srcset", "onclick", "onload"), (tag, name)
+            assert name != "href" or (value or "").startswith("#"), value
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag, tag
+
+
+def check_html(text: str) -> list[str]:
+    parser = _Balance()
+    parser.feed(text)
+    assert parser.open == []
+    assert "script" not in parser.tags
+    assert not re.search(r"url\(|@import|https?://", text.split("<main>")[0])
+    return parser.tags
+
+
+def test_full_run_shows_every_section(tmp_path: Path) -> None:
+    build_run(tmp_path / "demo")
+    summary = report.run_report(Config(run_dir=str(tmp_path / "demo")), tmp_path / "demo")
+    text = Path(summary["path"]).read_text(encoding="utf-8")
+    tags = check_html(text)
+    assert "Not run" not in text
+    assert tags.count("svg") >= 12
+    assert json.loads((tmp_path / "demo/report/summary.json").read_text())["examples"] == 8 == summary["examples"]
+    assert "25.0 % [13.0, 41.0] n=40" in text
+    assert "PivotRL − Base, greedy</td><td>+25.0 points [+10.0, +40.0]" in text
+    assert "864\u202f000" in text  # prompt tokens of the profile in the ledger
+
+
+def test_hostile_text_is_escaped(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    text = report.render(report_data.load(tmp_path))
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text
+    assert "日本" in text
+
+
+def test_empty_run_says_what_was_not_run(tmp_path: Path) -> None:
+    text = report.render(report_data.load(tmp_path))
+    check_html(text)
+    for stage in ("evaluate", "profile", "train", "turns"):
+        assert f"<code>pivotrl {stage}</code> has written nothing yet" in text
+
+
+@pytest.mark.parametrize(
+    "missing", ["turns", "profile", "select", "train", "sft", "warmup", "evaluate", "pipeline.json", "config.yaml"]
+)
+def test_any_part_may_be_missing(tmp_path: Path, missing: str) -> None:
+    import shutil
+
+    build_run(tmp_path, turns=40)
+    target = tmp_path / missing
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    check_html(report.render(report_data.load(tmp_path)))
+
+
+def test_everything_unscorable(tmp_path: Path) -> None:
+    row = {
+        "turn_id": "a#0",
+        "depth": 0,
+        "domain": "d",
+        "n": 4,
+        "right": 0,
+        "wrong": 0,
+        "unscorable": 4,
+        "mean": None,
+        "variance": None,
+    }
+    write_jsonl(tmp_path / "profile" / "turns.jsonl", [row])
+    check_html(report.render(report_data.load(tmp_path)))
+
+
+def test_torn_last_line_is_ignored_and_last_row_of_a_step_wins(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1}\n{"step": 0, "loss": 9}\n{"step": 1, "loss": 2}\n{"step": 2, "lo')
+    rows = report_data.last_of_each_step(report_data.whole_rows(path))
+    assert rows == [{"step": 0, "loss": 9}, {"step": 1, "loss": 2}]
+
+
+def test_examples_are_pivots_then_flat_turns_of_different_trajectories() -> None:
+    def row(turn_id: str, mean: float) -> dict:
+        return {
+            "turn_id": turn_id,
+            "right": 1,
+            "wrong": 1,
+            "mean": mean,
+            "variance": mean * (1 - mean),
+            "unique_actions": 2,
+        }
+
+    rows = [row("a#0", 0.5), row("a#1", 0.5), row("b#0", 0.25), row("c#0", 0.0), row("d#0", 1.0), row("e#0", 0.75)]
+    chosen = report_data.choose(rows, {"a#0", "a#1", "b#0"}, (2, 1, 1))
+    assert [(kind, r["turn_id"]) for kind, r in chosen] == [
+        ("pivot", "a#0"),
+        ("pivot", "b#0"),
+        ("all wrong", "c#0"),
+        ("all right", "d#0"),
+    ]
+
+
+def test_equal_rollouts_merge_but_differing_verdicts_do_not() -> None:
+    a = {"action": {"text": "x"}, "reward": 1.0, "reason": "match", "finish_reason": "stop"}
+    merged = report_data.merge_equal([a, {**a, "reward": None}, dict(a), {**a, "reward": 0.0}])
+    assert [(r["reward"], r["times"]) for r in merged] == [(1.0, 2), (0.0, 1), (None, 1)]

@@ -1,0 +1,139 @@
+"""Turn extraction, splits and the audited stage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pivotrl import config
+from pivotrl.errors import UserError
+from pivotrl.io import read_jsonl
+from pivotrl.trajectories.reader import Skip
+from pivotrl.trajectories.schema import Trajectory, Turn
+from pivotrl.trajectories.splits import split_tasks
+from pivotrl.turns_stage import run_turns
+from pivotrl.trajectories.turns import split_turns
+
+USER = {"role": "user", "content": "u"}
+SAID = {"role": "assistant", "content": "a", "thinking": "t"}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": {}}]}
+RESULT = {"role": "tool", "tool_call_id": "1", "name": "f", "content": "r"}
+
+
+def turns(*messages: dict[str, Any], **meta: Any) -> list[Turn | Skip]:
+    return list(split_turns(Trajectory("T", "d", list(messages), [], "task", meta, "file.jsonl:3"), "train"))
+
+
+def test_each_assistant_turn_sees_all_before_it() -> None:
+    first, second = turns(USER, CALLED, RESULT, SAID)
+    assert isinstance(first, Turn) and isinstance(second, Turn)
+    assert (first.id, first.messages, first.demonstration.tool_calls[0].name) == ("T#0", [USER], "f")
+    assert (second.id, second.messages, second.depth) == ("T#1", [USER, CALLED, RESULT], 1)
+    assert (second.demonstration.text, second.demonstration.thinking) == ("a", "t")
+    assert Turn.from_json(json.loads(json.dumps(second.to_json()))) == second
+
+
+def test_pieces_of_one_call_are_one_turn() -> None:
+    (turn,) = turns(USER, SAID, CALLED, RESULT)
+    assert isinstance(turn, Turn) and turn.messages == [USER]
+    assert (turn.demonstration.text, len(turn.demonstration.tool_calls)) == ("a", 1)
+
+
+def test_turns_that_are_none_are_skipped_with_reasons() -> None:
+    items = turns({"role": "assistant", "content": "hello"}, USER, CALLED, SAID, USER, {"role": "assistant"})
+    assert [i.reason if isinstance(i, Skip) else i.id for i in items] == [
+        "empty_state", "T#1", "not_a_boundary", "empty_action",
+    ]  # fmt: skip
+    assert isinstance(items[0], Skip) and (items[0].source, items[0].line) == ("file.jsonl", 3)
+
+
+def test_rows_of_one_turn_give_one_turn() -> None:
+    (turn,) = turns(USER, SAID, USER, CALLED, only_last_turn=True)
+    assert isinstance(turn, Turn) and turn.depth == 1
+
+
+@given(st.sets(st.text(), max_size=200), st.integers(), st.floats(0, 0.49), st.floats(0, 0.49))
+def test_splits_are_exact_and_do_not_depend_on_order(tasks: set[str], seed: int, warmup: float, held: float) -> None:
+    splits = split_tasks(sorted(tasks), seed, warmup, held)
+    assert splits == split_tasks(sorted(tasks, reverse=True), seed, warmup, held) and splits.keys() == tasks
+    counts = {name: list(splits.values()).count(name) for name in ("warmup", "train", "validation")}
+    assert not tasks or counts["train"] >= 1
+    if len(tasks) > 10:
+        assert abs(counts["warmup"] - warmup * len(tasks)) <= 1
+        assert abs(counts["validation"] - held * len(tasks)) <= 1
+
+
+def test_seed_changes_the_split_and_bad_fractions_are_refused() -> None:
+    tasks = [str(i) for i in range(50)]
+    assert split_tasks(tasks, 0, 0.2, 0.2) != split_tasks(tasks, 1, 0.2, 0.2)
+    with pytest.raises(UserError, match="below 1"):
+        split_tasks(tasks, 0, 0.5, 0.5)
+    with pytest.raises(UserError, match="warmup_fraction"):
+        split_tasks(tasks, 0, -0.1, 0.5)
+
+
+def configured(path: Path, **settings: Any) -> config.Config:
+    cfg = config.Config()
+    cfg.trajectories = config.Trajectories(path=str(path), **settings)
+    return cfg
+
+
+def test_stage_accounts_for_every_row(shared_data: Path, tmp_path: Path) -> None:
+    summary = run_turns(configured(shared_data / "tau_bench", min_reward=0.5), tmp_path)
+    rows = [Turn.from_json(row) for row in read_jsonl(tmp_path / "turns/turns.jsonl")]
+    skipped = list(read_jsonl(tmp_path / "turns/skipped.jsonl"))
+    count = summary["trajectories"]
+    assert count["read"] == count["kept"] + sum(count["skipped"].values()) == 48 + 44 + 8 + 2
+    assert count["skipped"]["low_reward"] >= 8  # airline_failed, and what it shares ids with comes first
+    turn = summary["turns"]
+    assert turn["candidates"] == turn["kept"] + sum(turn["skipped"].values())
+    assert turn["kept"] == len(rows) == sum(turn["by_split"].values())
+    assert len(skipped) == sum(count["skipped"].values()) + sum(turn["skipped"].values())
+    sides: dict[str, set[str]] = {}
+    for row in rows:
+        sides.setdefault(row.task_id, set()).add(row.split)
+    assert all(len(side) == 1 for side in sides.values())
+    assert {row.split for row in rows} == {"warmup", "train", "validation"}
+    assert json.loads((tmp_path / "turns/summary.json").read_text()) == summary
+    assert sum(f["read"] for f in summary["files"].values()) == count["read"]
+
+
+def test_no_kept_turn_is_an_error_with_an_audit(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "x"}]}\nnope\n')
+    with pytest.raises(UserError, match="no_assistant_turn"):
+        run_turns(configured(file), tmp_path / "run")
+    assert len(list(read_jsonl(tmp_path / "run/turns/skipped.jsonl"))) == 2
+    assert not (tmp_path / "run/turns/summary.json").exists()
+
+
+def test_an_environment_expert_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Expert:
+        def tasks(self, split: str, count: int, seed: int) -> list[str]:
+            return [f"{split}-{i}-{seed}" for i in range(count)]
+
+        def expert(self, task: str, run: int) -> Trajectory:
+            return Trajectory(f"{task}/{run}", "shop", [USER, CALLED, RESULT, SAID], [], task, {"reward": 1.0})
+
+    registry = ModuleType("pivotrl.environments.registry")
+    registry.get_environment = {"shop": Expert()}.__getitem__  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pivotrl.environments.registry", registry)
+    cfg = config.Config(seed=3, environment=config.Environment(name="shop"))
+    cfg.trajectories = config.Trajectories(tasks=10, runs_per_task=2, min_reward=1)
+    summary = run_turns(cfg, tmp_path)
+    assert summary["trajectories"] == {"read": 20, "kept": 20, "skipped": {}}
+    assert summary["turns"]["by_split"] == {"warmup": 8, "train": 28, "validation": 4}
+    first = next(iter(read_jsonl(tmp_path / "turns/turns.jsonl")))
+    assert (first["id"], first["task_id"], first["domain"]) == ("train-0-3/0#0", "train-0-3", "shop")
+
+
+def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trajectories\.path"):
+        run_turns(config.Config(), tmp_path)
