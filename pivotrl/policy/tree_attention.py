@@ -27,7 +27,7 @@ LEAF_GROUP_WASTE = 1.3  # leaves are computed together while padding them costs 
 
 @dataclass(frozen=True)
 class LeafGroup:
-    """Segments of similar length whose own causal attention is one batched call; `rows` pads by repeating the last row."""
+    """Segments of similar length, whose own causal attention is one batched call; their last row is the padding."""
 
     rows: Tensor  # [n, length]
     valid: Tensor  # [n, length] bool
@@ -74,7 +74,7 @@ class TreeParams(PackedSeqParams):
 
 
 def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, head_dim] of rotary embedding at arbitrary positions (half-rotation layout, as in Llama)."""
+    """Cosines and sines [S, head_dim] of the rotary embedding at any positions (half-rotation layout, as in Llama)."""
     exponent = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
     angles = position_ids.float()[:, None] / theta**exponent  # [S, head_dim / 2]
     angles = torch.cat([angles, angles], -1)
@@ -119,8 +119,8 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """P = exp(scale q k' - lse), dV = P' dO, dS = P * (dO V' - delta), dQ = scale dS K, dK = scale dS' Q, with delta the
-        row sums of dO * O: exact for each rectangle by itself, since lse and delta are those of the whole row."""
+        """P = exp(scale Q K' - lse), dV = P' dO, dS = P * (dO V' - delta), dQ = scale dS K, dK = scale dS' Q, where
+        delta is the row sums of dO * O. Exact for each rectangle by itself: lse and delta are those of whole rows."""
         qh, kh, vh, out, lse, cosine, sine = ctx.saved_tensors
         grad = grads[0].transpose(0, 1).contiguous()  # [h, S, d]
         delta = torch.linalg.vecdot(grad.float(), out.float())  # [h, S]
@@ -172,7 +172,7 @@ def _extend(x: Tensor, column: Tensor, repeat: bool = False) -> Tensor:
 def _rectangle(
     q: Tensor, grad: Tensor, k: Tensor, v: Tensor, d: int, causal: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq / scale, dk, dv) of one batched rectangle: q and grad [b, m, d + extra] against k and v [b, n, d + extra].
+    """Gradients (dq / scale, dk, dv) of a batch of rectangles: q, grad [b, m, d + extra] on k, v [b, n, d + extra].
 
     `causal`: the rows are heads after one another, `causal` rows each, against as many keys.
     """
@@ -196,17 +196,17 @@ def _gather_group(group: LeafGroup, share: int, q: Tensor, k: Tensor, v: Tensor)
 
 
 def _fold_rows(x: Tensor, groups: int, end: int, stop: int) -> Tensor:
-    """Rows [end, stop) of x [h, S, ...], the query heads of a key-value head after one another: [1, g, share * n, ...]"""
+    """Rows [end, stop) of x [h, S, ...], query heads of a key-value head after one another: [1, g, share * n, ...]"""
     return x[:, end:stop].unflatten(0, (groups, -1)).flatten(1, 2)[None]
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, start: int, end: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of the descendants against keys of the segment; without a mask, heads that share keys are just more rows."""
+    """Queries of descendants against keys of the segment; without a mask, heads that share keys are just more rows."""
     return _fold_rows(q, k.shape[0], end, stop), k[None, :, start:end], v[None, :, start:end]
 
 
 class TreeAttention(MegatronModule):
-    """`core_attention` of the layer spec: query [S, 1, h, d], key and value [S, 1, g, d] (this rank's heads) -> [S, 1, h * d]."""
+    """`core_attention` of the layer spec, for this rank's heads: [S, 1, h, d], [S, 1, g, d] twice -> [S, 1, h * d]."""
 
     def __init__(
         self,
