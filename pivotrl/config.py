@@ -109,6 +109,7 @@ class Optimizer:
     epsilon: float = 1e-8
     clip_grad: float = 1.0
     tokens_per_microbatch: int = 4096  # unique tokens of the prefix trees of one forward
+    recompute: bool = False  # run each layer again in the backward: memory of layer inputs only, about a quarter slower
 
 
 @dataclass

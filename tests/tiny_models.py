@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-COMMON = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    initializer_range=0.1,
-    rms_norm_eps=1e-6,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    attn_implementation="eager",
-)
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "attn_implementation": "eager",
+}
 NAMES = ("llama", "qwen3", "qwen3_moe")
 
 
@@ -43,16 +43,16 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
             Qwen3Config(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": False, **changes})
         )
     else:
-        moe = dict(
-            num_hidden_layers=3,
-            moe_intermediate_size=32,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[0],
-            tie_word_embeddings=False,
-        )
+        moe = {
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": False,
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**COMMON, **moe, **changes}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def save_tiny(name: str, path: Path, **changes: Any) -> Any:
 
 
 def on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5 fuses experts in memory; names and tensors as its files have them (one a expert and projection)."""
+    """transformers 5 fuses experts in memory; here they are as in its files, one tensor an expert and projection."""
     out: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         base = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Reading of a Hugging Face config into the sizes that the tensor mappings are written in. Pure: no torch, no megatron."""
+"""Reading of a Hugging Face config into the sizes that the tensor mappings use. Pure: no torch, no megatron."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ModelFolder:
                 )
             return weight_map
         if (self.path / SINGLE).is_file():
-            return {name: SINGLE for name in self._open(SINGLE).keys()}
+            return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         raise UserError(f"{self.path}: no {SINGLE} nor {INDEX}; convert the weights to safetensors")
 
     @cached_property

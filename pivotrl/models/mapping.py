@@ -1,4 +1,4 @@
-"""The engine of the declarative tensor mappings: Hugging Face tensors <-> megatron-core shards. Pure torch, no megatron.
+"""The engine of the declarative tensor mappings: Hugging Face tensors <-> megatron-core shards. No megatron.
 
 A family declares `Rule`s; `plan` expands them over layers and experts into one table from the *global* megatron
 name (global layer and expert numbers) to the Hugging Face tensors behind it. Loading, refit, export and conversion
@@ -112,7 +112,7 @@ def check_source(
 ) -> None:
     """Raise UserError that names every missing, unknown or misshapen tensor of a Hugging Face source.
 
-    Args: `shapes` of the source by name; `ignored` regular expressions of names that carry nothing; `where` for the message.
+    Args: `shapes` of the source by name; `ignored` patterns of names that carry nothing; `where` for the message.
     """
     expected = {n: s for e in table.values() for n, s in zip(e.hf, e.shapes, strict=True)}
     missing = sorted(set(expected) - set(shapes))

@@ -55,7 +55,7 @@ def enable() -> None:
     # side stream of the all-to-all dispatcher (torch.cuda.Stream itself stays: others use it in type hints)
     stream = _NoStream()
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: stream  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: stream  # type: ignore[assignment]
     # split sizes must become numpy also when their tensors are on CPU already
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -41,6 +41,7 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden_states
         p: TreeParams = packed_seq_params
+        assert p.sources is not None and p.pair_source is not None and p.pair_token is not None
         group = groups.get_tensor_model_parallel_group()
         rank, size = group.rank(), group.size()
         if self.config.sequence_parallel:  # [S / tp, 1, H] -> [S, 1, H]; the backward sums and scatters
@@ -59,7 +60,7 @@ class PolicyModel(GPTModel):
         return torch.stack([logprobs, entropy[p.pair_source]])  # [2, P]
 
     def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float) -> Tensor:
-        """Run a tree through `wrapped` (this model inside its data-parallel wrapper): [2, P] in the order of its pairs."""
+        """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs."""
         device = next(self.parameters()).device
         order = np.argsort(tree.pair_row, kind="stable")
         sources, pair_source = np.unique(tree.pair_row[order], return_inverse=True)
@@ -85,7 +86,7 @@ class PolicyModel(GPTModel):
 
 
 def transformer_config(
-    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype
+    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """TransformerConfig of a family's settings, with what depends on devices, precision and parallel layout.
 
@@ -102,7 +103,7 @@ def transformer_config(
             raise UserError(f"parallel.{key}: the model has {size} {what}, which {by} does not divide")
     if dims.experts and parallel.tensor > 1 and not parallel.sequence:
         raise UserError(
-            "parallel.sequence: megatron-core needs it for a mixture of experts with parallel.tensor > 1; set it to true"
+            "parallel.sequence: a mixture of experts with parallel.tensor > 1 needs it in megatron-core; set it to true"
         )
     if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
         raise UserError("parallel.expert: this model has no experts; set expert and expert_tensor to 1")
@@ -133,6 +134,9 @@ def transformer_config(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
         calculate_per_token_loss=True,  # gradients are sums: the objective holds the one denominator
     )
 

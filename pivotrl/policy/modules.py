@@ -8,26 +8,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK_ELEMENTS = 2**18  # elements worked on at a time: float32 temporaries then stay in cache
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Slices of the rows of x [rows, d]. On an accelerator one kernel over all rows is best."""
+    step = max(1, x.shape[0] if x.is_cuda else BLOCK_ELEMENTS // x.shape[1])
+    return [slice(a, a + step) for a in range(0, x.shape[0], step)]
+
 
 class _RMSNorm(torch.autograd.Function):
-    """x [..., d], weight [d] -> [..., d]; statistics in float32. Keeps x and one float32 a row."""
+    """x [rows, d], weight [d] -> [rows, d]; statistics in float32. Keeps x and one float32 a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]  # [..., 1]
+        scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+        out = torch.empty_like(x)
+        for rows in _blocks(x):
+            wide = x[rows].float()
+            scale[rows, 0] = torch.linalg.vecdot(wide, wide).div_(x.shape[1]).add_(eps).rsqrt_()
+            out[rows] = (wide * scale[rows]).mul_(weight)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        grad = grads[0].float()
-        normal = x.float() * scale  # not in place: .float() of a float32 tensor is that tensor
-        grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0)
-        grad = grad * weight
-        along = torch.linalg.vecdot(grad, normal).div_(x.shape[-1])[..., None]
-        return torch.addcmul(grad, normal, along, value=-1).mul_(scale).to(x.dtype), grad_weight.to(weight.dtype), None
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
+        for rows in _blocks(x):
+            normal = x[rows].float() * scale[rows]  # not in place: .float() of a float32 tensor is that tensor
+            grad = grads[0][rows].float()
+            grad_weight += (grad * normal).sum(0)
+            grad = grad * weight
+            along = torch.linalg.vecdot(grad, normal).div_(x.shape[1])[:, None]
+            grad_x[rows] = torch.addcmul(grad, normal, along, value=-1).mul_(scale[rows])
+        return grad_x, grad_weight.to(weight.dtype), None
 
 
 class RMSNorm(torch.nn.Module):
@@ -44,26 +60,32 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
-        return out
+        out: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), self.weight, self.eps)
+        return out.view(x.shape)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """x [..., 2 * f] (gate, up) -> silu(gate) * up [..., f]. Keeps x only."""
+    """x [rows, 2 * f] (gate, up) -> silu(gate) * up [rows, f]. Keeps x only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+        for rows in _blocks(x):
+            gate, up = x[rows].chunk(2, -1)
+            torch.mul(F.silu(gate), up, out=out[rows])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, -1)
         out = torch.empty_like(x)
-        torch.mul(grads[0], F.silu(gate), out=out[..., up.shape[-1] :])
-        out[..., : up.shape[-1]] = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        for rows in _blocks(x):
+            grad = grads[0][rows]
+            gate, up = x[rows].chunk(2, -1)
+            by_gate, by_up = out[rows].chunk(2, -1)
+            torch.mul(grad, F.silu(gate), out=by_up)
+            by_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
         return out
 
 
@@ -74,5 +96,5 @@ class SwiGLU(torch.nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _SwiGLU.apply(x)
-        return out
+        out: Tensor = _SwiGLU.apply(x.reshape(-1, x.shape[-1]))
+        return out.view(*x.shape[:-1], x.shape[-1] // 2)  # an expert may have no rows

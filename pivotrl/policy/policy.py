@@ -41,7 +41,7 @@ EVALUATION_TOKENS = 4096  # unique tokens of a forward without gradient, for a p
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Which target each element of a micro-batch's log-probs is: `tokens[k]`, target number `offset[k]` of `sequences[sequence[k]]`."""
+    """Which target element k of a micro-batch's log-probs is: number `offset[k]` of `sequences[sequence[k]]`."""
 
     sequence: Tensor  # [P] int64, index in the list given to train_step
     offset: Tensor  # [P] int64
@@ -77,8 +77,8 @@ class MegatronPolicy:
     ) -> MegatronPolicy:
         """Build the policy of a Hugging Face folder in this process's place of the parallel layout.
 
-        Args: `optimizer` None gives a policy for log-probs only; `max_length` in tokens; `total_steps` for the schedule;
-        `keep_reference` keeps a CPU copy of these weights for `reference()`.
+        Args: `optimizer` None gives a policy for log-probs only; `max_length` in tokens; `total_steps` is the
+        schedule's; `keep_reference` keeps a CPU copy of these weights for `reference()`.
         Raises UserError for a model, layout or precision that cannot be had.
         """
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,7 +95,8 @@ class MegatronPolicy:
         torch.manual_seed(seed)
         if torch.cuda.is_available():
             model_parallel_cuda_manual_seed(seed)
-        config = transformer_config(settings, dims, parallel, dtypes[precision.policy])
+        recompute = optimizer is not None and optimizer.recompute
+        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute)
         model = build_model(config, dims, theta, max_length)
         table = plan(family.rules, dims)
         load_weights(model, folder, family, dims, table)
@@ -148,23 +149,22 @@ class MegatronPolicy:
         return [g for o in chained if o.optimizer is not None for g in o.optimizer.param_groups]
 
     def logprobs(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Tensor]:
-        """Log-probs at `temperature` of the targets of each sequence: float32 [number of targets], on CPU, on every rank."""
+        """Log-probs at `temperature` of the targets of each sequence: float32 [targets], on CPU, on every rank."""
         starts = [0]
         for s in sequences:
             starts.append(starts[-1] + len(s.targets))
         flat = torch.zeros(starts[-1])
         begin = torch.tensor(starts)
 
-        def keep(tree: PrefixTree, out: Tensor) -> None:
+        def keep(tree: PrefixTree, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             where = begin[torch.from_numpy(tree.pair_sequence)] + torch.from_numpy(tree.pair_offset)
             flat[where] = out[0].detach().cpu()
+            return out.sum() * 0.0, {}
 
         trees = self._trees(sequences)
         self.wrapped.eval()
         with torch.no_grad():
-            self._forward_backward(
-                trees, temperature, lambda tree, out: (keep(tree, out), (out.sum() * 0.0, {}))[1], True
-            )
+            self._forward_backward(trees, temperature, keep, forward_only=True)
         flat = self._on_every_rank(flat)
         return list(flat.split([len(s.targets) for s in sequences]))
 
@@ -197,7 +197,7 @@ class MegatronPolicy:
             loss, metrics = objective(out[0], out[1], pairs)
             return loss, {"loss": loss.detach(), **{k: v.detach() for k, v in metrics.items()}}
 
-        sums = self._sum_metrics(self._forward_backward(trees, temperature, loss_of, False), trees)
+        sums = self._sum_metrics(self._forward_backward(trees, temperature, loss_of, forward_only=False), trees)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
         skipped = not (math.isfinite(norm) and math.isfinite(sums.get("loss", 0.0)))
@@ -207,11 +207,11 @@ class MegatronPolicy:
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, in the policy's dtype, on every rank; all ranks must consume it."""
+        """(Hugging Face name, full tensor) of every weight, in the policy's dtype; every rank must consume all."""
         return full_weights(self.model, self.dims, self.table)
 
     def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
-        """Write a Hugging Face folder whole or not at all; config and tokenizer come from `source_dir`. All ranks call it.
+        """Write a Hugging Face folder whole or not at all; config and tokenizer are `source_dir`'s. All ranks call it.
 
         `chat_template`: the template that the policy was trained with, where it is not the folder's own.
         """
@@ -247,7 +247,7 @@ class MegatronPolicy:
         loss_of: Callable[[PrefixTree, Tensor], tuple[Tensor, dict[str, Tensor]]],
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
-        """Run megatron-core's schedule over the trees; the losses' metrics of the last pipeline stage, one dict a tree."""
+        """Run megatron-core's schedule over the trees; metrics of the last pipeline stage, one dict a tree."""
 
         def forward_step(iterator: Iterator[PrefixTree], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             tree = next(iterator)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         t = self.targets
-        if t and (t[0] < 1 or t[-1] >= len(self.token_ids) or any(b <= a for a, b in zip(t, t[1:], strict=False))):
+        if t and (t[0] < 1 or t[-1] >= len(self.token_ids) or any(b <= a for a, b in pairwise(t))):
             raise ValueError(f"targets must be increasing positions in [1, {len(self.token_ids)}), got {t[:8]}...")
         if not self.token_ids:
             raise ValueError("a sequence needs at least one token")
@@ -78,7 +79,7 @@ def depth_first_order(sequences: Sequence[TokenSequence]) -> tuple[list[int], li
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].token_ids)
     arrays = [np.asarray(sequences[i].token_ids, dtype=np.int64) for i in order]
-    shared = [0] + [common_prefix(a, b) for a, b in zip(arrays, arrays[1:], strict=False)]
+    shared = [0] + [common_prefix(a, b) for a, b in pairwise(arrays)]
     return order, shared[: len(order)]
 
 
@@ -179,7 +180,7 @@ def _pack(lengths: list[int], order: list[int], shared: list[int], budget: int) 
 
 
 def _segments(ends: Ints) -> tuple[Segment, ...]:
-    """Runs of rows with the same subtree end: a node has an only child iff the child's subtree ends where its own does."""
+    """Runs of rows with the same subtree end: an only child's subtree ends where its parent's does."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(ends)) + 1, [len(ends)]])
     segments: list[Segment] = []
     open_segments: list[int] = []

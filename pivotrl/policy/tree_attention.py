@@ -20,14 +20,14 @@ from torch import Tensor
 from pivotrl.policy.prefix_tree import Segment
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+BLOCK_ELEMENTS = 2**20  # scores of one product in the backward: they stay in cache
 LEAF_GROUP_WASTE = 1.3  # leaves are computed together while padding them costs less than this factor in rows
 
 
 @dataclass(frozen=True)
 class LeafGroup:
-    """Segments of similar length whose own causal attention is one batched call; `rows` pads by repeating the last row."""
+    """Segments of similar length, whose own causal attention is one batched call; their last row is the padding."""
 
     rows: Tensor  # [n, length]
     valid: Tensor  # [n, length] bool
@@ -74,7 +74,7 @@ class TreeParams(PackedSeqParams):
 
 
 def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, head_dim] of rotary embedding at arbitrary positions (half-rotation layout, as in Llama)."""
+    """Cosines and sines [S, head_dim] of the rotary embedding at any positions (half-rotation layout, as in Llama)."""
     exponent = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
     angles = position_ids.float()[:, None] / theta**exponent  # [S, head_dim / 2]
     angles = torch.cat([angles, angles], -1)
@@ -119,28 +119,69 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """P = exp(scale Q K' - lse), dV = P' dO, dS = P * (dO V' - delta), dQ = scale dS K, dK = scale dS' Q, where
+        delta is the row sums of dO * O. Exact for each rectangle by itself: lse and delta are those of whole rows."""
         qh, kh, vh, out, lse, cosine, sine = ctx.saved_tensors
         grad = grads[0].transpose(0, 1).contiguous()  # [h, S, d]
-        heads, groups = qh.shape[0], kh.shape[0]
-        share = heads // groups
+        delta = torch.linalg.vecdot(grad.float(), out.float())  # [h, S]
+        one = torch.ones(kh.shape[:2], dtype=torch.float32)
+        # the last columns carry -lse and -delta into the products, so that both subtractions happen before rounding
+        left = (_extend(qh * ctx.scale, -lse), _extend(grad, -delta))  # [h, S, d + extra] each
+        right = (_extend(kh, one, repeat=True), _extend(vh, one, repeat=True))  # [g, S, d + extra]
+        d, share = qh.shape[-1], qh.shape[0] // kh.shape[0]
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (qh, kh, vh))
         for group in ctx.blocks.groups:
-            stats = [_gather(x, group) for x in (grad, out, lse)]
-            stats[0] = stats[0] * group.valid[:, None, :, None]  # repeated rows have no gradient
-            gathered = _gather_group(group, share, qh, kh, vh)
-            gq, gk, gv = _flash_backward(stats[0], *gathered, stats[1], stats[2], 0.0, True, scale=ctx.scale)
-            for total, g, per in ((dq, gq, 1), (dk, gk, share), (dv, gv, share)):
-                g = g.unflatten(1, (-1, per)).sum(2) if per > 1 else g  # [n, heads of `total`, length, d]
-                total.index_add_(1, group.rows[group.valid], g.transpose(1, 2)[group.valid].transpose(0, 1).float())
+            n, length = group.rows.shape
+            x, g = (_gather(t, group).reshape(n * kh.shape[0], share * length, -1) for t in left)
+            if not group.valid.all():  # repeated rows have no gradient
+                g = g.view(n, -1, length, g.shape[-1]).mul_(group.valid[:, None, :, None]).view_as(g)
+            k, v = (_gather(t, group).flatten(0, 1) for t in right)
+            gq, gk, gv = _rectangle(x, g, k, v, d, causal=length)
+            for total, part in ((dq, gq), (dk, gk), (dv, gv)):
+                part = part.reshape(n, total.shape[0], length, d).transpose(1, 2)[group.valid]  # [rows, heads, d]
+                total.index_add_(1, group.rows[group.valid], part.transpose(0, 1).float())
         for start, end, stop in ctx.blocks.descendants:
-            g, o, m = (_fold_rows(x, groups, end, stop) for x in (grad, out, lse))
-            folded = _fold(qh, kh, vh, start, end, stop)
-            gq, gk, gv = _flash_backward(g, *folded, o, m, 0.0, False, scale=ctx.scale)
-            dq[:, end:stop] += gq.reshape(heads, stop - end, -1)
-            dk[:, start:end] += gk[0]
-            dv[:, start:end] += gv[0]
-        dq, dk = _rotate(dq, cosine.float(), -sine.float()), _rotate(dk, cosine.float(), -sine.float())
+            k, v = (t[:, start:end] for t in right)
+            step = max(1, BLOCK_ELEMENTS // (qh.shape[0] * (end - start)))
+            for a in range(end, stop, step):
+                b = min(a + step, stop)
+                x, g = (_fold_rows(t, kh.shape[0], a, b)[0] for t in left)
+                gq, gk, gv = _rectangle(x, g, k, v, d)
+                dq[:, a:b] += gq.reshape(qh.shape[0], b - a, d)
+                dk[:, start:end] += gk
+                dv[:, start:end] += gv
+        back = cosine.float(), -sine.float()
+        dq, dk = _rotate(dq.mul_(ctx.scale), *back), _rotate(dk, *back)
         return *(x.to(qh.dtype).transpose(0, 1) for x in (dq, dk, dv)), None, None, None, None
+
+
+def _extend(x: Tensor, column: Tensor, repeat: bool = False) -> Tensor:
+    """x [..., d] with a float32 column behind it: one column in float32; three in bfloat16, whose sum is nearly exact.
+
+    `repeat` puts the same column (of ones) so many times, to multiply the parts of a split one.
+    """
+    if x.dtype is torch.float32:
+        return torch.cat([x, column[..., None]], -1)
+    parts = []
+    for _ in range(3):
+        parts.append(column.to(x.dtype))
+        column = column if repeat else column - parts[-1].float()
+    return torch.cat([x, torch.stack(parts, -1)], -1)
+
+
+def _rectangle(
+    q: Tensor, grad: Tensor, k: Tensor, v: Tensor, d: int, causal: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq / scale, dk, dv) of a batch of rectangles: q, grad [b, m, d + extra] on k, v [b, n, d + extra].
+
+    `causal`: the rows are heads after one another, `causal` rows each, against as many keys.
+    """
+    p = torch.bmm(q, k.mT).exp_()  # [b, m, n]
+    if causal is not None:
+        p.view(p.shape[0], -1, causal, causal).tril_()
+    ds = torch.bmm(grad, v.mT).mul_(p)
+    q, grad, k = q[..., :d], grad[..., :d], k[..., :d]
+    return torch.bmm(ds, k), torch.bmm(ds.mT, q), torch.bmm(p.mT, grad)
 
 
 def _gather(x: Tensor, group: LeafGroup) -> Tensor:
@@ -155,17 +196,17 @@ def _gather_group(group: LeafGroup, share: int, q: Tensor, k: Tensor, v: Tensor)
 
 
 def _fold_rows(x: Tensor, groups: int, end: int, stop: int) -> Tensor:
-    """Rows [end, stop) of x [h, S, ...], the query heads of a key-value head after one another: [1, g, share * n, ...]"""
+    """Rows [end, stop) of x [h, S, ...], query heads of a key-value head after one another: [1, g, share * n, ...]"""
     return x[:, end:stop].unflatten(0, (groups, -1)).flatten(1, 2)[None]
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, start: int, end: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of the descendants against keys of the segment; without a mask, heads that share keys are just more rows."""
+    """Queries of descendants against keys of the segment; without a mask, heads that share keys are just more rows."""
     return _fold_rows(q, k.shape[0], end, stop), k[None, :, start:end], v[None, :, start:end]
 
 
 class TreeAttention(MegatronModule):
-    """`core_attention` of the layer spec: query [S, 1, h, d], key and value [S, 1, g, d] (this rank's heads) -> [S, 1, h * d]."""
+    """`core_attention` of the layer spec, for this rank's heads: [S, 1, h, d], [S, 1, g, d] twice -> [S, 1, h * d]."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ def place_of(model: PolicyModel) -> Place:
 
 
 def load_weights(model: PolicyModel, folder: ModelFolder, family: Family, dims: Dims, table: dict[str, Entry]) -> None:
-    """Fill every parameter of the model from the folder. Raises UserError naming what is missing, unknown or misshapen."""
+    """Fill every parameter from the folder. Raises UserError naming what is missing, unknown or misshapen."""
     check_source(table, folder.shapes, family.ignored_names(dims), str(folder.path))
     place = place_of(model)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def load_weights(model: PolicyModel, folder: ModelFolder, family: Family, dims: 
             if entry and entry.rule.expert:
                 # with one expert-parallel rank megatron-core reduces experts over the ranks of dense weights, which is
                 # silently wrong where expert_tensor differs from tensor: several ranks then hold the same expert
-                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.allreduce = False
             axis = entry.rule.axis if entry else 0  # without an entry: a tied head's copy of the embedding
             if axis is not None:
                 # megatron-core sets these when it initialises weights itself; without them the gradient norm counts the

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_layouts.py: log-probs and the weights after one step, for every layout, against one process.
+"""Run under torchrun by test_layouts.py: log-probs and the weights after two steps, for every layout, against one rank.
 
 Arguments: folder with models and references. Prints one line a case; a difference ends with a non-zero status.
 """

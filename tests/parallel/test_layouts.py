@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.tiny_models import save_tiny
 
 SCRIPT = Path(__file__).with_name("layouts.py")

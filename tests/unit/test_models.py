@@ -190,7 +190,7 @@ def test_padded_vocabulary_is_trimmed() -> None:
 
 
 def test_unknown_architecture_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match="GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
         family_for({"architectures": ["GPT2LMHeadModel"]})
     assert {f.name for f in FAMILIES} == {"llama", "qwen3", "qwen3_moe"}
 
@@ -212,7 +212,7 @@ def test_settings_that_change_the_computation_are_refused(key: str) -> None:
 def test_folder_reads_lazily_and_names_what_lacks(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    with pytest.raises(UserError, match="config.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         _ = ModelFolder(tmp_path).config
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="safetensors"):
