@@ -29,7 +29,7 @@ _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 
 
 def huggingface_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises UserError on a name it does not know."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises UserError on an unknown name."""
     parts = name.split(".")
     if parts[-1] == "weight" and len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
         return f"model.layers.{int(parts[1])}.{_BLOCK[parts[2]]}.weight"

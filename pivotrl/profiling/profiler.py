@@ -29,7 +29,7 @@ def profile_states(
     seed: int,
     on_chunk: Callable[[int], None],
 ) -> None:
-    """Fill the store with `rollouts_per_turn` rollouts of every state that it lacks. `on_chunk` hears the turns done."""
+    """Fill the store with `rollouts_per_turn` rollouts of every state it lacks; `on_chunk` hears the turns done."""
     waiting = [s for s in states if s.turn.id not in store.groups]
     for start in range(0, len(waiting), turns_per_chunk):
         chunk = waiting[start : start + turns_per_chunk]

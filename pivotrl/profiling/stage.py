@@ -69,7 +69,8 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     if not states:
         raise UserError(
             f"none of {len(turns)} turns of the train split can be profiled: {reasons}; "
-            f"see {directory / 'skipped.jsonl'}.\nFor beyond_context raise model.context_length; for demonstration_* choose another verifier or its options."
+            f"see {directory / 'skipped.jsonl'}.\nFor beyond_context raise model.context_length; "
+            "for demonstration_* choose another verifier or its options."
         )
     k = cfg.profile.rollouts_per_turn
     record = present_fingerprint(bench, turns)

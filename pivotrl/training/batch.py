@@ -53,8 +53,8 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 def make_batch(states: Sequence[State], groups: Sequence[Sequence[Rollout]], algorithm: Algorithm) -> Batch:
     """Samples of one step from `groups[i]`, the rollouts of `states[i]`.
 
-    Unscorable rollouts are left out, of the denominator too. Rollouts of all-equal groups have advantage 0: they count in
-    the denominator, and are not computed when there is no KL term: their gradient is exactly 0 (Proposition 3.1).
+    Unscorable rollouts are left out, of the denominator too. Rollouts of all-equal groups have advantage 0: they count
+    in the denominator, and are not computed when there is no KL term: their gradient is exactly 0 (Proposition 3.1).
     """
     scored: list[tuple[State, Rollout, float]] = []
     for state, group in zip(states, groups, strict=True):

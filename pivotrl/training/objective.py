@@ -1,7 +1,7 @@
 """The losses: clipped policy gradient with KL to pi_0, and SFT. Pure torch; knows no engine and no parallel layout.
 
 A loss is a sum over target tokens of `weight * term`. The weights, made once from the *global* batch, hold its one
-denominator, so neither micro-batches, packing, order, data parallelism nor prefix sharing can change it (design idea 3).
+denominator: micro-batches, packing, order, data parallelism and prefix sharing cannot change it (design idea 3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`pivotrl warmup` and `pivotrl sft`: supervised fine-tuning on demonstrated actions, through the same Megatron trainer.
+"""`pivotrl warmup` and `pivotrl sft`: supervised fine-tuning on demonstrated actions, by the same trainer.
 
 Every turn is one sequence (its prompt as the engine would see it, then the demonstrated action; only the action
 carries loss). The turns of a trajectory share their states, so the prefix tree computes each dialogue once.

@@ -18,8 +18,8 @@ from pivotrl.io import read_jsonl
 from pivotrl.trajectories.reader import Skip
 from pivotrl.trajectories.schema import Trajectory, Turn
 from pivotrl.trajectories.splits import split_tasks
-from pivotrl.turns_stage import run_turns
 from pivotrl.trajectories.turns import split_turns
+from pivotrl.turns_stage import run_turns
 
 USER = {"role": "user", "content": "u"}
 SAID = {"role": "assistant", "content": "a", "thinking": "t"}
