@@ -1,4 +1,4 @@
-"""Run megatron-core on CPU with gloo. `enable()` once, before any model is built; does nothing where CUDA is.
+"""Run megatron-core on CPU with gloo: `enable()` once, then calls within `scope()`. Does nothing where CUDA is.
 
 megatron-core names CUDA in many places where any device would do. Each patch below says which place needs it; they
 were found one by one on megatron-core 0.16.1 (0.19.2 names the same places).
@@ -6,13 +6,18 @@ were found one by one on megatron-core 0.16.1 (0.19.2 names the same places).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 _enabled = False
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -67,7 +72,24 @@ def enable() -> None:
     # activation recompute saves and restores CUDA generator states
     parallel_random._get_cuda_rng_state = parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
     _keep_adam_step(DistributedOptimizer)
-    _CudaMeansCpu().__enter__()
+
+
+def scope() -> AbstractContextManager[Any]:
+    """Within it, device="cuda" means CPU. For calls into megatron-core only: it costs microseconds an operation,
+    which a generator in the same process should not pay.
+    """
+    return _CudaMeansCpu() if _enabled else nullcontext()
+
+
+def on_cpu(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function within `scope()`."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with scope():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def _keep_adam_step(optimizer_class: Any) -> None:

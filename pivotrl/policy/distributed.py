@@ -53,12 +53,13 @@ def initialise(parallel: Parallel) -> None:
             )
         return
     cpu_shim.enable()
-    groups.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-    )
+    with cpu_shim.scope():
+        groups.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
+        )
     _layout = wanted
 
 

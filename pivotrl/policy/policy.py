@@ -30,7 +30,7 @@ from pivotrl.models.dims import Dims, rope_theta
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, plan
 from pivotrl.models.registry import family_for
-from pivotrl.policy import distributed
+from pivotrl.policy import cpu_shim, distributed
 from pivotrl.policy.model import PolicyModel, build_model, transformer_config
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
 from pivotrl.policy.schedule import learning_rate
@@ -97,7 +97,8 @@ class MegatronPolicy:
             model_parallel_cuda_manual_seed(seed)
         recompute = optimizer is not None and optimizer.recompute
         config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute)
-        model = build_model(config, dims, theta, max_length)
+        with cpu_shim.scope():
+            model = build_model(config, dims, theta, max_length)
         table = plan(family.rules, dims)
         load_weights(model, folder, family, dims, table)
         if torch.cuda.is_available():
@@ -109,6 +110,7 @@ class MegatronPolicy:
             policy._make_trainable(optimizer, total_steps)
         return policy
 
+    @cpu_shim.on_cpu
     def _make_trainable(self, settings: Optimizer, total_steps: int) -> None:
         config = self.model.config
         learning_rate(settings, 0, total_steps)  # refuses an unknown schedule now
@@ -148,6 +150,7 @@ class MegatronPolicy:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [g for o in chained if o.optimizer is not None for g in o.optimizer.param_groups]
 
+    @cpu_shim.on_cpu
     def logprobs(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Tensor]:
         """Log-probs at `temperature` of the targets of each sequence: float32 [targets], on CPU, on every rank."""
         starts = [0]
@@ -168,6 +171,7 @@ class MegatronPolicy:
         flat = self._on_every_rank(flat)
         return list(flat.split([len(s.targets) for s in sequences]))
 
+    @cpu_shim.on_cpu
     def train_step(
         self, sequences: Sequence[TokenSequence], objective: Objective, temperature: float
     ) -> dict[str, float]:

@@ -31,6 +31,12 @@ class LeafGroup:
 
     rows: Tensor  # [n, length]
     valid: Tensor  # [n, length] bool
+    keep: Tensor  # places of the valid rows among the n * length
+
+    def scatter(self, into: Tensor, values: Tensor) -> None:
+        """Write values [n, h, length, ...] to their rows of `into` [h, S, ...]; every row is in one group only."""
+        flat = values.transpose(1, 2).flatten(0, 1).index_select(0, self.keep)  # [rows, h, ...]
+        into.index_copy_(1, self.rows.flatten().index_select(0, self.keep), flat.transpose(0, 1).to(into.dtype))
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ def tree_blocks(segments: tuple[Segment, ...], device: torch.device) -> Blocks:
         starts = torch.tensor([s.start for s in group], device=device)[:, None]  # [n, 1]
         lengths = torch.tensor([s.end - s.start for s in group], device=device)[:, None]
         offsets = torch.arange(group[0].end - group[0].start, device=device)[None]  # [1, length]
-        made.append(LeafGroup(starts + torch.minimum(offsets, lengths - 1), offsets < lengths))
+        valid = offsets < lengths
+        made.append(LeafGroup(starts + torch.minimum(offsets, lengths - 1), valid, valid.flatten().nonzero()[:, 0]))
     return Blocks(tuple(made), tuple((s.start, s.end, s.subtree_end) for s in segments if s.subtree_end > s.end))
 
 
@@ -102,8 +109,8 @@ class _TreeAttention(torch.autograd.Function):
         share = qh.shape[0] // kh.shape[0]
         for group in blocks.groups:
             o, m = _flash(*_gather_group(group, share, qh, kh, vh), 0.0, True, scale=scale)
-            out[:, group.rows[group.valid]] = o.transpose(1, 2)[group.valid].transpose(0, 1)
-            lse[:, group.rows[group.valid]] = m.transpose(1, 2)[group.valid].transpose(0, 1)
+            group.scatter(out, o)
+            group.scatter(lse, m)
         total = out.float() if blocks.descendants else out
         for start, end, stop in blocks.descendants:
             o, m = _flash(*_fold(qh, kh, vh, start, end, stop), 0.0, False, scale=scale)
@@ -133,13 +140,12 @@ class _TreeAttention(torch.autograd.Function):
         for group in ctx.blocks.groups:
             n, length = group.rows.shape
             x, g = (_gather(t, group).reshape(n * kh.shape[0], share * length, -1) for t in left)
-            if not group.valid.all():  # repeated rows have no gradient
+            if len(group.keep) < n * length:  # repeated rows have no gradient
                 g = g.view(n, -1, length, g.shape[-1]).mul_(group.valid[:, None, :, None]).view_as(g)
             k, v = (_gather(t, group).flatten(0, 1) for t in right)
             gq, gk, gv = _rectangle(x, g, k, v, d, causal=length)
             for total, part in ((dq, gq), (dk, gk), (dv, gv)):
-                part = part.reshape(n, total.shape[0], length, d).transpose(1, 2)[group.valid]  # [rows, heads, d]
-                total.index_add_(1, group.rows[group.valid], part.transpose(0, 1).float())
+                group.scatter(total, part.reshape(n, total.shape[0], length, d))
         for start, end, stop in ctx.blocks.descendants:
             k, v = (t[:, start:end] for t in right)
             step = max(1, BLOCK_ELEMENTS // (qh.shape[0] * (end - start)))
@@ -186,7 +192,7 @@ def _rectangle(
 
 def _gather(x: Tensor, group: LeafGroup) -> Tensor:
     """x [h, S, ...] -> [n, h, length, ...]"""
-    return x[:, group.rows].transpose(0, 1)
+    return x.index_select(1, group.rows.flatten()).unflatten(1, group.rows.shape).transpose(0, 1)
 
 
 def _gather_group(group: LeafGroup, share: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
