@@ -67,7 +67,7 @@ class Workbench:
             dtype=self.cfg.precision.engine,
             max_length=self.cfg.model.context_length,
             seed=self.cfg.seed,
-            stop_token_ids=self.renderer.stop_token_ids,
+            stop_token_ids=list(self.renderer.stop_token_ids),
         )
         try:
             yield engine

@@ -41,7 +41,7 @@ class ExpectedWeights:
                 f"{folder}: no *.safetensors file; the engine needs a model folder with safetensors weights"
             )
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        # absent key: transformers' default is True; a head in the file that the config does not tie is a head of its own
+        # absent key: transformers' default is True; a head in the file that nothing ties is a head of its own
         tied = bool(config.get("tie_word_embeddings", HEAD not in shapes))
         if tied and EMBEDDING in shapes:
             shapes.setdefault(HEAD, shapes[EMBEDDING])

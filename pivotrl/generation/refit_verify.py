@@ -4,8 +4,8 @@
   kernel reorders values, so it holds for plain parameters and for experts in a kernel's own layout. On CPU builds one
   expert of each layer is compared value by value in that layout too.
 - Columns: a few whole columns of a matrix, by position. Where a build keeps nothing but a packed copy of a matrix (CPU
-  linear layers), the copy itself is multiplied by unit vectors: one product and zeros, so the result is exact. The columns
-  move on with each version, so that successive refits go through all of them.
+  linear layers), the copy itself is multiplied by unit vectors: one product and zeros, so the result is exact. The
+  columns move on with each version, so that successive refits go through all of them.
 
 Under tensor parallelism a rank serves shards; these are reported as not verified, never assumed to be right.
 """
@@ -177,8 +177,8 @@ def _packed_expert(module: nn.Module, weight: Tensor) -> Tensor:
 def bit_sum(tensor: Tensor, dtype: torch.dtype, *, anyorder: bool = False) -> int:
     """Sum (mod 2**64) of the bit patterns of `tensor` as `dtype`; rows may be fused or split.
 
-    `anyorder`: the same for any order of single values, too (a kernel's own layout); else words of eight bytes are summed
-    where they fit, which is many times faster.
+    `anyorder`: the same for any order of single values, too (a kernel's own layout); else words of eight bytes are
+    summed where they fit, which is many times faster.
     """
     values = tensor.detach().to(dtype).contiguous()
     # by shape alone: both sides of a comparison must decide alike (vectors may be fused at any length)

@@ -120,8 +120,8 @@ class ReplayEngine:
                 )
             if len(prompt) != rollout.prompt_tokens:
                 raise UserError(
-                    f"replay: turn {rollout.turn_id!r} was recorded with {rollout.prompt_tokens} prompt tokens but renders "
-                    f"to {len(prompt)} now; template, tokenizer or turns changed, so record the rollouts again"
+                    f"replay: turn {rollout.turn_id!r} was recorded with {rollout.prompt_tokens} prompt tokens but "
+                    f"renders to {len(prompt)} now; template, tokenizer or turns changed, so record the rollouts again"
                 )
             self._recorded[tuple(prompt)].append(rollout.completion)
         self._next: dict[tuple[int, ...], int] = defaultdict(int)

@@ -37,8 +37,8 @@ class VllmEngine:
         seed: of the engine; samples are seeded one by one by `generate`.
         stop_token_ids: ids that end a completion (and are part of it). The model's own end ids are not added.
 
-    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes, each of which makes
-    the same calls with the same arguments.
+    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes, each of which
+    makes the same calls with the same arguments.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class VllmEngine:
         return groups
 
     def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs, at temperature 1, of each continuation's tokens after its prompt. The same errors as `generate`."""
+        """Log-probs, at temperature 1, of each continuation's tokens after its prompt. Errors as of `generate`."""
         self._state.require_generate()
         whole = [[*prompt, *continuation] for prompt, continuation in zip(prompts, continuations, strict=True)]
         check_lengths(whole, 1, self._max_length)
@@ -247,8 +247,8 @@ class VllmEngine:
         report: RefitReport = self._llm.apply_model(verifier.compare)[0]
         if report.different:
             raise RefitError(
-                f"refit: after loading, the engine serves other values than were sent for {len(report.different)} weights: "
-                + ", ".join(report.different[:8])
+                f"refit: after loading, the engine serves other values than were sent for {len(report.different)} "
+                "weights: " + ", ".join(report.different[:8])
             )
         return report
 

