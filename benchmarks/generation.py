@@ -1,7 +1,7 @@
 """Generation in PivotRL's shape (few long prompts, many short samples): our engine against vLLM as it comes.
 
-Both sides sample the same number of tokens for the same prompts with the same dtype, batch limit and log-probs. Ours also
-seeds every sample, so that it can be repeated; plain vLLM does not (its CPU build cannot with default settings).
+Both sides sample the same number of tokens for the same prompts with the same dtype, batch limit and log-probs. Ours
+also seeds every sample, so that it can be repeated; plain vLLM does not (its CPU build cannot by default).
 """
 
 from __future__ import annotations

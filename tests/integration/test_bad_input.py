@@ -1,4 +1,4 @@
-"""Bad input, as a user meets it: exit code 2 and a message that says what is wrong and what to do, or an audited skip."""
+"""Bad input, as a user meets it: exit code 2 and a message that says what is wrong, or an audited skip."""
 
 from __future__ import annotations
 
