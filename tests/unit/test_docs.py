@@ -1,4 +1,4 @@
-"""Every command that a document shows is one that works: it is run here, or, where it is long, taken apart and checked."""
+"""Every command that a document shows is one that works: run here or, where it is long, taken apart and checked."""
 
 from __future__ import annotations
 
