@@ -31,6 +31,7 @@ from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, plan
 from pivotrl.models.registry import family_for
 from pivotrl.policy import cpu_shim, distributed
+from pivotrl.policy.memory import release_unused
 from pivotrl.policy.model import PolicyModel, build_model, transformer_config
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
 from pivotrl.policy.schedule import learning_rate
@@ -169,6 +170,7 @@ class MegatronPolicy:
         with torch.no_grad():
             self._forward_backward(trees, temperature, keep, forward_only=True)
         flat = self._on_every_rank(flat)
+        release_unused()
         return list(flat.split([len(s.targets) for s in sequences]))
 
     @cpu_shim.on_cpu
@@ -208,6 +210,7 @@ class MegatronPolicy:
         if not skipped:
             self.optimizer.step()
         self.step += 1
+        release_unused()
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
