@@ -44,6 +44,7 @@ class Domain:
 @dataclass
 class Environment:
     name: str | None = None  # None: no environment; evaluation is then on held-out turns
+    families: list[str] | None = None  # only tasks of these families; None: all
     max_turns: int = 12  # assistant turns of an episode
 
 

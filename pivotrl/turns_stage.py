@@ -61,12 +61,12 @@ def _source(cfg: config.Config, out: Path) -> str:
         return cfg.trajectories.path
     if cfg.environment.name is None:
         raise UserError("trajectories.path is not set, and no environment.name whose expert could make trajectories.")
-    from pivotrl.environments.registry import get_environment
+    from pivotrl.environments.registry import draw_tasks, get_environment
 
     env = get_environment(cfg.environment.name)
 
     def rows() -> Iterator[dict[str, Any]]:
-        for task in env.tasks("train", cfg.trajectories.tasks, cfg.seed):
+        for task in draw_tasks(env, "train", cfg.trajectories.tasks, cfg.seed, cfg.environment.families):
             for run in range(cfg.trajectories.runs_per_task):
                 yield to_row(env.expert(task, run))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 
-from pivotrl.environments.base import Environment
+from pivotrl.environments.base import Environment, Task
 from pivotrl.errors import UserError
 
 _ENVIRONMENTS = {"outfitters": ("pivotrl.environments.outfitters", "Outfitters")}
@@ -17,3 +18,20 @@ def get_environment(name: str) -> Environment:
     module, attribute = _ENVIRONMENTS[name]
     environment: Environment = getattr(import_module(module), attribute)()
     return environment
+
+
+def draw_tasks(
+    environment: Environment, split: str, count: int, seed: int, families: Sequence[str] | None = None
+) -> list[Task]:
+    """`count` tasks of a split, of the named families only (None: all). Raises UserError for a family it does not have."""
+    if families is None:
+        return environment.tasks(split, count, seed)
+    probe = {task.family for task in environment.tasks(split, 256, seed)}
+    if unknown := sorted(set(families) - probe) or not families:
+        raise UserError(f"environment.families: {environment.name} has {', '.join(sorted(probe))}; not {unknown}")
+    wide = count
+    while True:  # families come in equal shares, so this ends after a doubling or two
+        chosen = [task for task in environment.tasks(split, wide, seed) if task.family in families]
+        if len(chosen) >= count:
+            return chosen[:count]
+        wide *= 2

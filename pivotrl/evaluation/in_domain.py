@@ -68,10 +68,26 @@ def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:
     }
 
 
-def evaluate_environment(
+def episode_row(result: EpisodeResult) -> dict[str, Any]:
+    """One episode for a person to read (evaluate/episodes.jsonl)."""
+    outcome = result.outcome
+    return {
+        "task": result.task.id,
+        "family": result.task.family,
+        "trial": result.trial,
+        "success": None if outcome is None else outcome.success,
+        "reason": result.error if outcome is None else outcome.reason,
+        "turns": result.turns,
+        "messages": result.messages,
+    }
+
+
+def play(
     environment: Environment, tasks: Sequence[Task], trials: int, max_turns: int, actor: EngineActor
-) -> dict[str, Any]:
-    return episode_summary(run_episodes(environment, tasks, actor, max_turns, trials))
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The summary of all episodes, and their rows."""
+    results = run_episodes(environment, tasks, actor, max_turns, trials)
+    return episode_summary(results), [episode_row(result) for result in results]
 
 
 def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, seed: int) -> dict[str, Any]:

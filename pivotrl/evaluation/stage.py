@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pivotrl.config import Config
 from pivotrl.errors import UserError
-from pivotrl.evaluation.in_domain import EngineActor, evaluate_environment, evaluate_turns
+from pivotrl.evaluation.in_domain import EngineActor, evaluate_turns, play
 from pivotrl.evaluation.out_of_domain import MultipleChoice, evaluate_choices, read_choices
 from pivotrl.evaluation.statistics import paired_difference
 from pivotrl.generation.engine import Sampling
 from pivotrl.generation.vllm_engine import VllmEngine
-from pivotrl.io import write_json
+from pivotrl.io import append_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, render_states
 from pivotrl.models.folder import ModelFolder
 from pivotrl.profiling.profiler import draw_turns
@@ -48,6 +48,8 @@ class Evaluator:
 
     def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: VllmEngine):
         self.cfg, self.bench, self.engine = cfg, bench, engine
+        self.episodes = run_dir / "evaluate" / "episodes.jsonl"
+        self.episodes.unlink(missing_ok=True)
         self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
         self.choices: list[MultipleChoice] = []
         if cfg.evaluate.ood_path:
@@ -70,25 +72,29 @@ class Evaluator:
             wanted["sampled"] = (self.bench.sampling, self.cfg.evaluate.trials)
         return wanted
 
-    def measure(self) -> dict[str, Any]:
-        result = {mode: self._in_domain(sampling, trials) for mode, (sampling, trials) in self.modes().items()}
+    def measure(self, policy: str) -> dict[str, Any]:
+        """In-domain success in every mode, and out-of-domain accuracy, of the policy that the engine holds."""
+        result = {}
+        for mode, (sampling, trials) in self.modes().items():
+            result[mode] = self._in_domain(sampling, trials, {"policy": policy, "mode": mode})
         if self.choices:
             name = Path(self.cfg.evaluate.ood_path or "").stem
             result["ood"] = evaluate_choices(self.choices, self.engine, self.bench.renderer, name)
         return result
 
-    def _in_domain(self, sampling: Sampling, trials: int) -> dict[str, Any]:
+    def _in_domain(self, sampling: Sampling, trials: int, label: dict[str, str]) -> dict[str, Any]:
         cfg, bench = self.cfg, self.bench
         if cfg.environment.name is None:
             roller = LocalRoller(self.engine, bench.renderer, bench.verifier, sampling)
             self.cost["rollouts"] += len(self.states) * trials
             return evaluate_turns(self.states, roller, trials, cfg.seed)
-        from pivotrl.environments.registry import get_environment
+        from pivotrl.environments.registry import draw_tasks, get_environment
 
         environment = get_environment(cfg.environment.name)
-        tasks = environment.tasks("test", cfg.evaluate.tasks, cfg.seed)
+        tasks = draw_tasks(environment, "test", cfg.evaluate.tasks, cfg.seed, cfg.environment.families)
         actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
-        found = evaluate_environment(environment, tasks, trials, cfg.environment.max_turns, actor)
+        found, rows = play(environment, tasks, trials, cfg.environment.max_turns, actor)
+        append_jsonl(self.episodes, ({**label, **row} for row in rows))
         for name, value in actor.cost.items():
             self.cost[name] += value
         return found
@@ -127,7 +133,7 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
         for version, (policy, folder) in enumerate(folders.items(), 1):
             if folder != bench.start_policy:
                 engine.refit(_weights(folder), version=version)
-            policies[policy] = evaluator.measure()
+            policies[policy] = evaluator.measure(policy)
             bar.advance(1, note=f"{policy} greedy {policies[policy]['greedy']['success']:.2f}")
     cost = evaluator.cost
     summary = {

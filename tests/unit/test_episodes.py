@@ -10,6 +10,7 @@ import pytest
 from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.equivalence import action_of, effect, equivalent, replay
 from pivotrl.environments.outfitters import Outfitters
+from pivotrl.environments.registry import draw_tasks, get_environment
 from pivotrl.environments.rollout import run_episodes
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
@@ -183,3 +184,16 @@ def test_a_record_of_another_version_is_refused() -> None:
         replay(ENV, EXPERTS[0].task_id, messages)
     with pytest.raises(UserError, match="no task"):
         replay(ENV, "elsewhere-1", messages)
+
+
+def test_tasks_of_some_families_only() -> None:
+    environment = get_environment("outfitters")
+    tasks = draw_tasks(environment, "test", 10, 0, ["cancel_order", "refuse_rules"])
+    assert [t.family for t in tasks] == ["cancel_order", "refuse_rules"] * 5
+    assert [t.id for t in tasks[:4]] == [
+        t.id for t in draw_tasks(environment, "test", 4, 0, ["cancel_order", "refuse_rules"])
+    ]
+    assert draw_tasks(environment, "test", 9, 0) == environment.tasks("test", 9, 0)
+    for wrong in (["cancel_orders"], []):
+        with pytest.raises(UserError, match="families"):
+            draw_tasks(environment, "test", 2, 0, wrong)
