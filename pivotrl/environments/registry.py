@@ -23,7 +23,7 @@ def get_environment(name: str) -> Environment:
 def draw_tasks(
     environment: Environment, split: str, count: int, seed: int, families: Sequence[str] | None = None
 ) -> list[Task]:
-    """`count` tasks of a split, of the named families only (None: all). Raises UserError for a family it does not have."""
+    """`count` tasks of a split, of the named families only (None: all). Raises UserError for an unknown family."""
     if families is None:
         return environment.tasks(split, count, seed)
     probe = {task.family for task in environment.tasks(split, 256, seed)}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -114,24 +112,15 @@ def test_no_kept_turn_is_an_error_with_an_audit(tmp_path: Path) -> None:
     assert not (tmp_path / "run/turns/summary.json").exists()
 
 
-def test_an_environment_expert_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Expert:
-        def tasks(self, split: str, count: int, seed: int) -> list[str]:
-            return [f"{split}-{i}-{seed}" for i in range(count)]
-
-        def expert(self, task: str, run: int) -> Trajectory:
-            return Trajectory(f"{task}/{run}", "shop", [USER, CALLED, RESULT, SAID], [], task, {"reward": 1.0})
-
-    registry = ModuleType("pivotrl.environments.registry")
-    registry.get_environment = {"shop": Expert()}.__getitem__  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pivotrl.environments.registry", registry)
-    cfg = config.Config(seed=3, environment=config.Environment(name="shop"))
+def test_an_environment_expert_writes_what_is_read(tmp_path: Path) -> None:
+    cfg = config.Config(seed=3, environment=config.Environment(name="outfitters", families=["cancel_order"]))
     cfg.trajectories = config.Trajectories(tasks=10, runs_per_task=2, min_reward=1)
     summary = run_turns(cfg, tmp_path)
     assert summary["trajectories"] == {"read": 20, "kept": 20, "skipped": {}}
-    assert summary["turns"]["by_split"] == {"warmup": 8, "train": 28, "validation": 4}
-    first = next(iter(read_jsonl(tmp_path / "turns/turns.jsonl")))
-    assert (first["id"], first["task_id"], first["domain"]) == ("train-0-3/0#0", "train-0-3", "shop")
+    rows = list(read_jsonl(tmp_path / "turns/turns.jsonl"))
+    splits = {row["task_id"]: row["split"] for row in rows}
+    assert sorted(splits.values()) == ["train"] * 7 + ["validation"] + ["warmup"] * 2  # both runs of a task on one side
+    assert (rows[0]["id"], rows[0]["domain"]) == ("outfitters-train-3-0/0#0", "conversational_tool_use")
 
 
 def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
