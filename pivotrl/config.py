@@ -96,6 +96,13 @@ class Select:
     set: str = "adv"  # "cand" | "mixed" | "adv" | "adv_zeros" (method.md 1.2)
     lambda_diff: float = 0.6
     allow_empty: bool = False
+    # Narrowing, in this order; all off by default.
+    min_unique_actions: int = 1  # of a turn's rollouts; 1: any
+    deduplicate: bool = False  # of turns with equal state, tools and demonstration keep one
+    max_per_trajectory: int | None = None
+    mixture: dict[str, int] = field(default_factory=dict)  # domain: exact number of pivots; empty: as they come
+    max_pivots: int | None = None
+    rank: str = "signal"  # which turns those limits prefer: "signal" (largest std, Theorem 3.2) | "random"
 
 
 @dataclass

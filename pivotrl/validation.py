@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pivotrl.config import Config, Optimizer
+from pivotrl.config import Config, Optimizer, Select
 from pivotrl.errors import UserError
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
@@ -20,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.engine": ("fp32", "bf16"),
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
     "select.set": ("cand", "mixed", "adv", "adv_zeros"),
+    "select.rank": ("signal", "random"),
     "algorithm.advantage": ("group", "leave_one_out", "mean_only"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
@@ -45,6 +46,9 @@ _POSITIVE = (
     "generation.tensor_parallel",
     "generation.max_mismatch",
     "profile.max_turns",
+    "select.min_unique_actions",
+    "select.max_per_trajectory",
+    "select.max_pivots",
     "algorithm.steps",
     "algorithm.pivots_per_step",
     "algorithm.std_epsilon",
@@ -204,6 +208,7 @@ def _method(cfg: Config) -> Iterator[str]:
             f"sampling.temperature=0 with profile.rollouts_per_turn={k} and algorithm.group_size={group}: greedy "
             "rollouts are all alike, so every variance and every advantage would be 0 (use a temperature > 0)"
         )
+    yield from _select(cfg.select)
     if cfg.sampling.max_new_tokens >= cfg.model.context_length:
         yield (
             f"sampling.max_new_tokens={cfg.sampling.max_new_tokens} leaves no room for a state in "
@@ -215,6 +220,14 @@ def _method(cfg: Config) -> Iterator[str]:
         yield f"algorithm.importance_cap={cfg.algorithm.importance_cap} must be >= 1 (equal policies have ratio 1)"
     if cfg.precision.fp8 is not None and cfg.precision.policy != "bf16":
         yield f"precision.fp8={cfg.precision.fp8} needs precision.policy=bf16, not {cfg.precision.policy}"
+
+
+def _select(select: Select) -> Iterator[str]:
+    for domain, count in select.mixture.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            yield f"select.mixture.{domain}={count!r} must be a positive number of pivots"
+    if select.mixture and select.max_pivots is not None:
+        yield "select.mixture gives exact counts, so select.max_pivots cannot be set beside it"
 
 
 def _stages(cfg: Config) -> Iterator[str]:

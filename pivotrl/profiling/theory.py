@@ -1,7 +1,7 @@
 """What the paper's theory says of one state, as numbers that can be watched (method.md 1.4). Pure Python.
 
-A policy over the actions of a state is a list of probabilities; `accepted[i]` says whether action i is in M, the set that
-the verifier accepts. Natural logarithms throughout, so divergences are in nats.
+A policy over the actions of a state is a list of probabilities; `accepted[i]` says whether action i is in M, the set
+that the verifier accepts. Natural logarithms throughout, so divergences are in nats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proposition 3.1 and Theorems 3.2, 3.3 of the paper on a tabular softmax policy (method.md 1.4), by finite differences.
+"""Proposition 3.1 and Theorems 3.2, 3.3 of the paper on a tabular softmax policy (method.md 1.4).
 
 Nothing here differentiates by the formula under test: gradients come from central differences of the objective itself.
 """
