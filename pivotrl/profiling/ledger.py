@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from pivotrl.io import append_jsonl
+from pivotrl.profiling.shards import whole_rows
 from pivotrl.rollouts import Rollout
 
 
@@ -39,6 +42,24 @@ class Cost:
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
+
+
+class CostLog:
+    """Costs of a profile, appended as they arise, so that those of an interrupted attempt are counted too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, purpose: str, cost: Cost) -> None:
+        append_jsonl(self.path, [{"purpose": purpose, **cost.to_json()}])
+
+    def totals(self) -> dict[str, Cost]:
+        """Cost by purpose. A row torn by a kill, and one written right behind it, are lost: each is one chunk."""
+        totals: dict[str, Cost] = {}
+        for row in whole_rows(self.path):
+            purpose = row.pop("purpose")
+            totals[purpose] = totals.get(purpose, Cost()) + Cost(**row)
+        return totals
 
 
 @dataclass(frozen=True)
