@@ -1,4 +1,4 @@
-"""A profile in parts, for array jobs: which turns a shard takes, and the merge that accepts only a whole set of shards."""
+"""A profile in parts, for array jobs: which turns a shard takes, and the merge of a whole set of shards, no other."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def find_shards(profile_dir: Path) -> list[Path]:
     found = [(int(m[1]), int(m[2]), p) for p in profile_dir.glob("shards/*") if (m := pattern.fullmatch(p.name))]
     if not found:
         raise UserError(
-            f"{profile_dir / 'shards'} has no shard: run `pivotrl profile profile.shard=0/N`, 1/N, ... first"
+            f"{profile_dir / 'shards'} has no shard: run `pivotrl profile profile.shard=i/n` for all i first"
         )
     counts = sorted({count for _, count, _ in found})
     if len(counts) > 1:
@@ -104,9 +104,7 @@ def check_shards(paths: Sequence[Path]) -> None:
         skipped += sum(1 for _ in read_jsonl(path / "skipped.jsonl"))
         drawn = read_json(path / "summary.json")["drawn"]
         if drawn != (first := read_json(paths[0] / "summary.json")["drawn"]):
-            raise UserError(
-                f"{path} was cut from {drawn} turns, {paths[0]} from {first}; run all shards on one turn file"
-            )
+            raise UserError(f"{path} is of {drawn} drawn turns, {paths[0]} of {first}; run all shards on one turn file")
     if len(owner) + skipped != drawn:
         raise UserError(
             f"the shards hold {len(owner)} profiled and {skipped} skipped turns of {drawn} drawn; "

@@ -114,7 +114,7 @@ def _nothing(turns: int, reasons: dict[str, int], directory: Path) -> UserError:
 
 
 def profile_into(directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller) -> dict[str, Any]:
-    """Make (or complete) the rollouts of `states` and their statistics in `directory`; returns the summary's figures."""
+    """Make (or complete) rollouts of `states` and their statistics in `directory`; returns the summary's figures."""
     profile, adaptive = cfg.profile, cfg.profile.adaptive
     k, in_flight = profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
     log = CostLog(directory / "cost.jsonl")
@@ -162,6 +162,7 @@ def _adaptive(
     return store, {
         "histogram": histogram,
         "expected_error": plan.expected_error,
+        "error_bound": plan.error_bound,
         "expected_rollouts": plan.expected_rollouts,
     }
 
