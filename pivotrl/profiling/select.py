@@ -82,41 +82,50 @@ def _bin(mean: float, bins: int = 10) -> int:
     return min(int(mean * bins), bins - 1)
 
 
-@lru_cache(maxsize=1 << 16)
-def _informative(right: int, count: int, group_size: int) -> float | None:
-    return theory.informative_estimate(right, count, group_size)
-
-
 class _Tally:
-    """Counts over all turns, in one pass."""
+    """Counts over all turns, in one pass. Turns of binary rewards are counted by (right, scored) and worked out at the
+    end, each kind once; by the same rules as the others."""
 
     def __init__(self, lambda_diff: float) -> None:
         self.lambda_diff = lambda_diff
         self.turns = self.all_right = self.all_wrong = 0
         self.sets: Counter[str] = Counter(dict.fromkeys(SETS, 0))
         self.histogram = [0] * 10
+        self._binary: Counter[tuple[int, int]] = Counter()
         self._first_tenth = [0] * 12  # mixed turns by the smallest k for which mean < k / 10
         self._informative = {size: [0.0, 0] for size in GROUP_SIZES}
 
-    def add(self, row: Row) -> None:
-        self.turns += 1
-        for name, rule in SETS.items():
-            self.sets[name] += rule(row, self.lambda_diff)
-        if row["mean"] is None:
-            return
-        self.histogram[_bin(row["mean"])] += 1
-        if is_mixed(row):
-            counts = binary_counts(row)
-            mean = Fraction(*counts) if counts else sum(scored(row)) / len(scored(row))
-            self._first_tenth[int(10 * mean) + 1] += 1
+    def add(self, row: Row, counts: tuple[int, int] | None) -> None:
+        """`counts` are the row's `binary_counts`."""
+        if counts is not None:
+            self._binary[counts] += 1
         else:
-            self.all_right += row["mean"] == 1
-            self.all_wrong += row["mean"] == 0
-        if (counts := binary_counts(row)) is not None:
+            self._add(row, scored(row), 1)
+
+    def _add(self, row: Row, rewards: list[Fraction], times: int) -> None:
+        self.turns += times
+        for name, rule in SETS.items():
+            self.sets[name] += rule(row, self.lambda_diff) * times
+        if not rewards:
+            return
+        mean = sum(rewards) / len(rewards)
+        self.histogram[_bin(float(mean))] += times
+        if max(rewards) > min(rewards):
+            self._first_tenth[int(10 * mean) + 1] += times
+        else:
+            self.all_right += times * (mean == 1)
+            self.all_wrong += times * (mean == 0)
+
+    def finish(self) -> None:
+        """Work out the binary turns; `summary` is whole after this."""
+        for (right, count), times in self._binary.items():
+            row = {"rewards": [1] * right + [0] * (count - right)}
+            self._add(row, scored(row), times)
             for size, cell in self._informative.items():
-                if (share := _informative(*counts, size)) is not None:
-                    cell[0] += share
-                    cell[1] += 1
+                if (share := theory.informative_estimate(right, count, size)) is not None:
+                    cell[0] += share * times
+                    cell[1] += times
+        self._binary.clear()
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -169,14 +178,21 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
     narrowed, candidates = is_narrowed(options), Candidates(options, cfg.seed)
     lines: array[int] = array("q")
     dropped: dict[str, int] = {}
+    members: dict[tuple[int, int], bool] = {}  # of the set: a turn of binary rewards is decided by its counts
     few = 0
     for line, raw in _lines(profile):
         row = json.loads(raw)
         # Rows of older profiles name no split: they are of the train split, the only one that was ever profiled.
         if row.get("split", "train") != "train":
             raise UserError(f"{profile}:{line + 1}: turn of split {row['split']!r}; pivots come from train alone")
-        tally.add(row)
-        if not SETS[options.set](row, options.lambda_diff):
+        counts = binary_counts(row)
+        tally.add(row, counts)
+        member = members.get(counts) if counts else None
+        if member is None:
+            member = SETS[options.set](row, options.lambda_diff)
+            if counts:
+                members[counts] = member
+        if not member:
             continue
         if options.min_unique_actions > 1 and row["unique_actions"] < options.min_unique_actions:
             few += 1
@@ -184,6 +200,7 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
             candidates.add(line, row)
         else:
             lines.append(line)
+    tally.finish()
     if narrowed:
         chosen, dropped = choose(candidates.rows, options)
         lines = array("q", sorted(c.line for c in chosen))

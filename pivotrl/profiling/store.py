@@ -40,6 +40,7 @@ class RolloutStore:
         if self._file.tell() != end:
             self._file.truncate(end)
         self._end = end
+        self._reader = self.path.open("rb")
 
     def __len__(self) -> int:
         """Turns that have at least one group."""
@@ -58,17 +59,14 @@ class RolloutStore:
 
     def rollouts(self, turn_id: str) -> list[Rollout]:
         """All rollouts of a turn, by index, read from the file. Raises KeyError for a turn without any."""
-        return [Rollout.from_json(json.loads(line)) for line in self.lines(turn_id)]
+        return [Rollout.from_json(json.loads(line)) for line in self._lines(turn_id)]
 
-    def lines(self, turn_id: str) -> Iterator[bytes]:
-        """The rows of a turn as they are in the file."""
+    def _lines(self, turn_id: str) -> Iterator[bytes]:
         flat = self._groups[turn_id]
-        self._file.flush()
-        with self.path.open("rb") as file:
-            for offset, rows in zip(flat[::2], flat[1::2], strict=True):
-                file.seek(offset)
-                for _ in range(rows):
-                    yield file.readline()
+        for offset, rows in zip(flat[::2], flat[1::2], strict=True):
+            self._reader.seek(offset)
+            for _ in range(rows):
+                yield self._reader.readline()
 
     def append(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Write the next group of some turns; on return they are on disk. Raises ValueError for a group out of turn."""
@@ -88,6 +86,7 @@ class RolloutStore:
 
     def close(self) -> None:
         self._file.close()
+        self._reader.close()
 
     def _add(self, turn_id: str, offset: int, rows: int) -> None:
         self._groups[turn_id] = (*self._groups.get(turn_id, ()), offset, rows)

@@ -44,7 +44,7 @@ def test_any_number_of_kills_changes_nothing(tmp_path: Path, monkeypatch: pytest
         process = FORK.Process(target=child, args=(cfg, tmp_path / "killed"))
         process.start()
         # Most kills come once more rollouts were written, so that they fall into the work however fast the machine is.
-        target = written(tmp_path / "killed") + (draw.randrange(total // 20) if kills % 4 else 0)
+        target = written(tmp_path / "killed") + (draw.randrange(total // 100) if kills % 4 else 0)
         while process.is_alive() and written(tmp_path / "killed") < target:
             time.sleep(0.001)
         process.join(draw.uniform(0.0, 0.02))
