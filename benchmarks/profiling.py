@@ -19,6 +19,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from pivotrl.trajectories.schema import Action, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
 
 LAMBDA = 0.6
+MOST_TRACED_TURNS = 20_000  # tracing memory slows everything down by much
 
 
 def spiked(draw: random.Random) -> float:
@@ -99,44 +101,63 @@ def synthetic(turns: int, k: int) -> Iterator[tuple[Turn, list[Rollout]]]:
         yield turn, group
 
 
+class Stopwatch:
+    """Wall and processor seconds by name; on a busy machine only the latter says what the code costs."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        for kind, value in (("wall", time.perf_counter() - wall), ("cpu", time.process_time() - cpu)):
+            key = f"{name}_{kind}_seconds"
+            self.figures[key] = self.figures.get(key, 0.0) + value
+
+
 def bookkeeping(turns: int, k: int, folder: Path) -> dict[str, float]:
     """Seconds and bytes of each part; making the rollouts themselves is not counted."""
-    path, seconds = folder / "profile" / "rollouts.jsonl", dict.fromkeys(("append", "resume", "statistics"), 0.0)
-    store, batch, made = RolloutStore(path, k), [], []
+    path, watch = folder / "profile" / "rollouts.jsonl", Stopwatch()
+    store = RolloutStore(path, k)
+    batch: list[list[Rollout]] = []
+    made: list[Turn] = []
     for turn, group in synthetic(turns, k):
         batch.append(group)
         made.append(turn)
         if len(batch) == 256 or len(made) == turns:
-            clock = time.perf_counter()
-            store.append(batch)
-            seconds["append"] += time.perf_counter() - clock
+            with watch.measure("append"):
+                store.append(batch)
             batch = []
     store.close()
-    tracemalloc.start()
-    memory = tracemalloc.get_traced_memory()[0]
-    store = RolloutStore(path, k)
-    index_bytes = tracemalloc.get_traced_memory()[0] - memory
-    tracemalloc.stop()
-    clock = time.perf_counter()
-    RolloutStore(path, k).close()
-    seconds["resume"] = time.perf_counter() - clock
-    clock = time.perf_counter()
-    write_jsonl(folder / "profile" / "turns.jsonl", (turn_row(t, store.rollouts(t.id)) for t in made))
-    seconds["statistics"] = time.perf_counter() - clock
+    with watch.measure("resume"):
+        store = RolloutStore(path, k)
+    with watch.measure("statistics"):
+        write_jsonl(folder / "profile" / "turns.jsonl", (turn_row(t, store.rollouts(t.id)) for t in made))
     store.close()
-    figures = {f"{name}_seconds": value for name, value in seconds.items()}
-    figures |= {"index_bytes_per_turn": index_bytes / turns, "rollouts_gib": path.stat().st_size / 2**30}
+    figures = {"rollouts_gib": path.stat().st_size / 2**30}
     limits = Select(deduplicate=True, max_per_trajectory=2, max_pivots=turns // 10)
     for name, options in (("select", Select()), ("select_limits", limits)):
-        cfg = Config(select=options)
-        clock = time.perf_counter()
-        run_select(cfg, folder)
-        figures[f"{name}_seconds"] = time.perf_counter() - clock
-        tracemalloc.start()
-        if turns <= 20_000:  # tracing slows it down by much
-            run_select(cfg, folder)
-            figures[f"{name}_peak_mib"] = tracemalloc.get_traced_memory()[1] / 2**20
-        tracemalloc.stop()
+        with watch.measure(name):
+            run_select(Config(select=options), folder)
+    if turns <= MOST_TRACED_TURNS:
+        figures |= memory(path, k, folder, {"select": Select(), "select_limits": limits}, turns)
+    return {**watch.figures, **figures}
+
+
+def memory(path: Path, k: int, folder: Path, selections: dict[str, Select], turns: int) -> dict[str, float]:
+    """Traced bytes a turn: of the store's index, and the peak of each selection."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    store = RolloutStore(path, k)
+    figures = {"index_bytes_per_turn": (tracemalloc.get_traced_memory()[0] - before) / turns}
+    store.close()
+    for name, options in selections.items():
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        run_select(Config(select=options), folder)
+        figures[f"{name}_peak_bytes_per_turn"] = (tracemalloc.get_traced_memory()[1] - before) / turns
+    tracemalloc.stop()
     return figures
 
 

@@ -12,6 +12,7 @@ from fake_profile import make, turns, use
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pivotrl.cli import run_stage
 from pivotrl.config import Adaptive, Config
 from pivotrl.errors import UserError
 from pivotrl.io import read_json, read_jsonl, write_json, write_jsonl
@@ -19,7 +20,8 @@ from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.shards import Shard, parse_shard, turns_of
 from pivotrl.profiling.stage import run_profile
 from pivotrl.rollouts import read_rollouts
-from pivotrl.stage_state import place_of
+from pivotrl.stage_state import changes, is_done, place_of, record_of
+from pivotrl.validation import conflicts
 
 TURNS = turns(14)
 HISTOGRAM = [40, 4, 3, 2, 2, 2, 2, 2, 20]
@@ -175,3 +177,32 @@ def test_rollouts_of_another_setting_are_set_aside(tmp_path: Path, monkeypatch: 
     assert sum(1 for _ in read_rollouts(directory / "rollouts.jsonl")) == 4 * len(TURNS)
     assert asdict(Adaptive())["enabled"] is False
     assert "adaptive" not in read_json(directory / "fingerprint.json")  # profiles made before it stay valid
+
+
+def test_the_command_keeps_books_of_every_shard_and_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, tmp_path)
+    cfg = make(tmp_path, TURNS)
+    for shard in ("1/2", "0/2", "merge"):
+        assert run_stage("profile", at(cfg, shard), tmp_path) == 0
+    assert "shards/1-of-2" in capsys.readouterr().out
+    # To everything downstream the merged profile is the one that a single job would have made.
+    assert changes(tmp_path / "profile", record_of(cfg, "profile", tmp_path)) == []
+    assert is_done(tmp_path / "profile")
+    assert is_done(tmp_path / "profile" / "shards" / "0-of-2")
+    other = replace(cfg, profile=replace(cfg.profile, rollouts_per_turn=4))
+    with pytest.raises(UserError, match="rollouts_per_turn: 8 -> 4"):
+        run_stage("profile", at(other, "0/2"), tmp_path)
+
+
+def test_conflicts_of_shards() -> None:
+    cfg = at(Config(), "0/2")
+    cfg.profile.adaptive = Adaptive(enabled=True)
+    assert any("needs profile.adaptive.histogram" in text for text in conflicts(cfg, "profile"))
+    assert any("for `pivotrl profile` alone" in text for text in conflicts(cfg, "run"))
+    cfg.profile.adaptive = Adaptive(enabled=True, histogram=HISTOGRAM[:-1])
+    assert any("K=8 needs 9" in text for text in conflicts(cfg, "profile"))
+    cfg.profile.adaptive = Adaptive(enabled=True, histogram=HISTOGRAM)
+    assert not any("profile." in text for text in conflicts(cfg, "profile"))
+    assert any("neither i/n" in text for text in conflicts(at(cfg, "2/2")))
