@@ -1,6 +1,6 @@
 """Profiling without an engine: adaptive against fixed K on simulated turns, and the bookkeeping of many turns.
 
-    python -m benchmarks.profiling [--turns 100000] [--rollouts 16] [--json]
+    python -m benchmarks.profiling [--turns 5000] [--select-turns 100000] [--json]
 
 (b) Adaptive: turns with known success rates, two kinds. Both profiles see the same rollouts, the adaptive one fewer of
     them. Agreement is over all turns; beside it the kept set alone, and how far two fixed profiles agree.
@@ -25,7 +25,7 @@ from typing import Any
 
 from pivotrl.config import Config, Select
 from pivotrl.generation.engine import Completion
-from pivotrl.io import write_jsonl
+from pivotrl.io import read_jsonl, write_jsonl
 from pivotrl.profiling.adaptive import Plan, is_kept, make_plan
 from pivotrl.profiling.select import run_select
 from pivotrl.profiling.statistics import turn_row
@@ -116,8 +116,16 @@ class Stopwatch:
             self.figures[key] = self.figures.get(key, 0.0) + value
 
 
-def bookkeeping(turns: int, k: int, folder: Path) -> dict[str, float]:
-    """Seconds and bytes of each part; making the rollouts themselves is not counted."""
+def _copies(rows: list[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
+    """`count` rows of different turns, trajectories and contents, from fewer."""
+    for i in range(count):
+        row, copy = rows[i % len(rows)], i // len(rows)
+        changed = {key: f"{copy}.{row[key]}" for key in ("turn_id", "trajectory_id", "state_action")}
+        yield {**row, **changed}
+
+
+def bookkeeping(turns: int, select_turns: int, k: int, folder: Path) -> dict[str, float]:
+    """Seconds and bytes of each part; making the rollouts themselves is not counted. Selection is of `select_turns`."""
     path, watch = folder / "profile" / "rollouts.jsonl", Stopwatch()
     store = RolloutStore(path, k)
     batch: list[list[Rollout]] = []
@@ -136,10 +144,13 @@ def bookkeeping(turns: int, k: int, folder: Path) -> dict[str, float]:
         write_jsonl(folder / "profile" / "turns.jsonl", (turn_row(t, store.rollouts(t.id)) for t in made))
     store.close()
     figures = {"rollouts_gib": path.stat().st_size / 2**30}
-    limits = Select(deduplicate=True, max_per_trajectory=2, max_pivots=turns // 10)
+    rows = list(read_jsonl(folder / "profile" / "turns.jsonl"))
+    selected = write_jsonl(folder / "profile" / "turns.jsonl", _copies(rows, select_turns))
+    limits = Select(deduplicate=True, max_per_trajectory=2, max_pivots=selected // 10)
     for name, options in (("select", Select()), ("select_limits", limits)):
         with watch.measure(name):
             run_select(Config(select=options), folder)
+    write_jsonl(folder / "profile" / "turns.jsonl", rows)
     if turns <= MOST_TRACED_TURNS:
         figures |= memory(path, k, folder, {"select": Select(), "select_limits": limits}, turns)
     return {**watch.figures, **figures}
@@ -163,7 +174,8 @@ def memory(path: Path, k: int, folder: Path, selections: dict[str, Select], turn
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=20_000, help="synthetic turns of the bookkeeping")
+    parser.add_argument("--turns", type=int, default=5_000, help="synthetic turns whose rollouts are written and read")
+    parser.add_argument("--select-turns", type=int, default=100_000, help="turns to select from")
     parser.add_argument("--rollouts", type=int, default=16, help="K")
     parser.add_argument("--json", action="store_true", help="the figures as JSON on the last line")
     arguments = parser.parse_args()
@@ -176,13 +188,14 @@ def main() -> None:
         print(f"adaptive, {rate.__name__} success rates, K=16, 5 x 5000 turns:")
         print("".join(f"  {name:28} {value:8.3f}\n" for name, value in mean.items()), end="")
     with tempfile.TemporaryDirectory() as folder:
-        found = bookkeeping(arguments.turns, arguments.rollouts, Path(folder))
-    million = {n: v * 1e6 / arguments.turns for n, v in found.items() if n.endswith("_seconds")}
-    print(f"bookkeeping of {arguments.turns:,} turns x {arguments.rollouts} rollouts:")
+        found = bookkeeping(arguments.turns, arguments.select_turns, arguments.rollouts, Path(folder))
+    measured = {n: arguments.select_turns if n.startswith("select") else arguments.turns for n in found}
+    million = {n: v * 1e6 / measured[n] for n, v in found.items() if n.endswith("_seconds")}
+    print(f"{arguments.turns:,} turns x {arguments.rollouts} rollouts; selection of {arguments.select_turns:,} turns:")
     for name, value in found.items():
         more = f"  ({million[name]:7.1f} s for 1,000,000 at this pace)" if name in million else ""
         print(f"  {name:28} {value:8.3f}{more}")
-    figures["bookkeeping"] = {"turns": arguments.turns, **found}
+    figures["bookkeeping"] = {"turns": arguments.turns, "select_turns": arguments.select_turns, **found}
     if arguments.json:
         print(json.dumps(figures))
 
