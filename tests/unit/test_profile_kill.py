@@ -16,7 +16,7 @@ from pivotrl.config import Adaptive, Config
 from pivotrl.profiling.stage import run_profile
 
 FORK = multiprocessing.get_context("fork")  # no import at each start, so that kills fall into the work
-TURNS = turns(80, seed=5)
+TURNS = turns(50, seed=5)
 OPTIONS = {
     "fixed": {"second_rollouts": 2},
     "adaptive": {"adaptive": Adaptive(enabled=True, calibration_turns=20, error=0.1)},
@@ -35,7 +35,7 @@ def child(cfg: Config, run_dir: Path) -> None:
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_any_number_of_kills_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    use(monkeypatch, tmp_path)
+    use(monkeypatch, tmp_path, seconds_per_call=0.004)
     run_profile(make(tmp_path / "whole", TURNS, **OPTIONS[kind]), tmp_path / "whole")
     total = written(tmp_path / "whole")
     cfg, draw = make(tmp_path / "killed", TURNS, **OPTIONS[kind]), random.Random(kind)
@@ -47,7 +47,7 @@ def test_any_number_of_kills_changes_nothing(tmp_path: Path, monkeypatch: pytest
         target = written(tmp_path / "killed") + (draw.randrange(total // 100) if kills % 4 else 0)
         while process.is_alive() and written(tmp_path / "killed") < target:
             time.sleep(0.001)
-        process.join(draw.uniform(0.0, 0.02))
+        process.join(draw.uniform(0.0, 0.008))
         if process.exitcode is None:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
