@@ -144,11 +144,18 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     from pivotrl import stage_state
     from pivotrl.locks import hold
 
-    directory = run_dir / stage
-    with hold(run_dir / ".locks" / stage):
+    place = stage_state.place_of(cfg, stage)
+    directory = run_dir / place
+    with hold(run_dir / ".locks" / place.replace("/", "-")):
         record = stage_state.record_of(cfg, stage, run_dir)
+        if place != stage and (why := stage_state.changes(run_dir / stage, record)):
+            raise UserError(
+                f"{run_dir / stage} holds a {stage} of another configuration, which the shards' merge would replace:\n"
+                + "\n".join(f"  {line}" for line in why)
+                + "\nMove that folder away, or choose another run_dir=..."
+            )
         if why := stage_state.changes(directory, record):
-            _make_way(run_dir, stage, why)
+            _make_way(run_dir, place, why)
         stage_state.begin(cfg, directory, record)
         # megatron-core, torch and transformers warn of what we know (no Transformer Engine here, renamed calls)
         warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
@@ -157,18 +164,18 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     return 0
 
 
-def _make_way(run_dir: Path, stage: str, why: list[str]) -> None:
+def _make_way(run_dir: Path, place: str, why: list[str]) -> None:
     """A finished result of another configuration moves aside; interrupted work is not mixed with ours: refused."""
     from pivotrl import stage_state
 
-    directory, listed = run_dir / stage, "\n".join(f"  {line}" for line in why)
+    directory, listed = run_dir / place, "\n".join(f"  {line}" for line in why)
     if not stage_state.is_done(directory):
         raise UserError(
-            f"{directory} holds an interrupted {stage} of another configuration:\n{listed}\n"
+            f"{directory} holds an interrupted {place} of another configuration:\n{listed}\n"
             "Undo the change to continue it, choose another run_dir=..., or move that folder away."
         )
-    place = stage_state.set_aside(run_dir, stage)
-    print(f"{stage}: its former result is now in {place}, because\n{listed}", file=sys.stderr, flush=True)
+    aside = stage_state.set_aside(run_dir, place)
+    print(f"{place}: its former result is now in {aside}, because\n{listed}", file=sys.stderr, flush=True)
 
 
 def _print_summary(stage: str, summary: Mapping[str, Any], directory: Path, seconds: float) -> None:

@@ -87,9 +87,24 @@ class Generation:
 
 
 @dataclass
+class Adaptive:
+    """Sequential profiling: turns whose verdict is near certain get no more rollouts."""
+
+    enabled: bool = False
+    error: float = 0.05  # expected share of turns that all K rollouts would have decided otherwise
+    round: int = 2  # rollouts of an undecided turn at a time
+    lambda_diff: float = 0.6  # decides membership of D_adv; keep it equal to select.lambda_diff
+    calibration_turns: int = 128  # get all K rollouts; from them the test learns how turns are distributed
+    histogram: list[int] = field(default_factory=list)  # of an earlier profile's summary, instead of calibration turns
+
+
+@dataclass
 class Profile:
     rollouts_per_turn: int = 8  # K
     max_turns: int | None = None  # profile at most this many turns (an even draw over trajectories); None: all
+    second_rollouts: int = 0  # independent ones of every mixed turn: unbiased means of what is selected (0: off)
+    shard: str | None = None  # "i/n": the i-th (from 0) of n parts, for array jobs; "merge": join them
+    adaptive: Adaptive = field(default_factory=Adaptive)
 
 
 @dataclass
@@ -97,6 +112,13 @@ class Select:
     set: str = "adv"  # "cand" | "mixed" | "adv" | "adv_zeros" (method.md 1.2)
     lambda_diff: float = 0.6
     allow_empty: bool = False
+    # Narrowing, in this order; all off by default.
+    min_unique_actions: int = 1  # of a turn's rollouts; 1: any
+    deduplicate: bool = False  # of turns with equal state, tools and demonstration keep one
+    max_per_trajectory: int | None = None
+    mixture: dict[str, int] = field(default_factory=dict)  # domain: exact number of pivots; empty: as they come
+    max_pivots: int | None = None
+    rank: str = "signal"  # which turns those limits prefer: "signal" (largest std, Theorem 3.2) | "random"
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,9 +63,11 @@ def render_states(
     return states, skipped
 
 
-def score(state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier) -> list[Rollout]:
+def score(
+    state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier, first_index: int = 0
+) -> list[Rollout]:
     rollouts = []
-    for index, completion in enumerate(completions):
+    for index, completion in enumerate(completions, start=first_index):
         action = renderer.parse(completion.token_ids)
         verdict = verifier.verify(state.turn, action)
         rollouts.append(Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, verdict))
@@ -82,7 +85,14 @@ class LocalRoller:
 
     def groups(self, states: Sequence[State], n: int, seeds: Sequence[int]) -> list[list[Rollout]]:
         """`n` rollouts of each state, in one submission to the engine."""
+        return self.timed_groups(states, n, seeds)[0]
+
+    def timed_groups(
+        self, states: Sequence[State], n: int, seeds: Sequence[int], first_index: int = 0
+    ) -> tuple[list[list[Rollout]], float]:
+        """The groups, whose rollouts are numbered from `first_index`, and the seconds that the engine took for them."""
+        clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
-        return [
-            score(state, group, self.renderer, self.verifier) for state, group in zip(states, completions, strict=True)
-        ]
+        seconds = time.perf_counter() - clock
+        pairs = zip(states, completions, strict=True)
+        return [score(s, group, self.renderer, self.verifier, first_index) for s, group in pairs], seconds

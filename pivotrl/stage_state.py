@@ -17,13 +17,20 @@ from pivotrl import __version__
 from pivotrl.config import Config
 from pivotrl.configuration import differences, save_resolved, subset
 from pivotrl.io import write_json
+from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.validation import get
 
 RECORD = "stage.json"
 SUMMARY = "summary.json"
-_BOOKS = (RECORD, "config.yaml")
+_BOOKS = (RECORD, "config.yaml", "shards")  # shards of a profile have records of their own
 _VOLATILE = ("seconds", "elapsed", "started", "finished")  # of a summary: the same result may take another time
+
+
+def place_of(cfg: Config, stage: str) -> str:
+    """The stage's folder, relative to the run's. Shards of a profile run side by side, each in its own."""
+    shard = parse_shard(cfg.profile.shard) if stage == "profile" else None
+    return f"profile/{shard.folder}" if isinstance(shard, Shard) else stage
 
 
 def record_of(cfg: Config, stage: str, run_dir: Path) -> dict[str, Any]:
@@ -74,14 +81,14 @@ def begin(cfg: Config, directory: Path, record: dict[str, Any]) -> None:
     write_json(directory / RECORD, record)
 
 
-def set_aside(run_dir: Path, stage: str) -> Path:
-    """Move a stale stage folder to `<run_dir>/superseded/`, where nothing reads it; returns its new place."""
+def set_aside(run_dir: Path, place: str) -> Path:
+    """Move a stale folder (`place_of`) to `<run_dir>/superseded/`, where nothing reads it; returns its new place."""
     folder = run_dir / "superseded"
     folder.mkdir(parents=True, exist_ok=True)
     number = 1
-    while (target := folder / f"{stage}-{number}").exists():
+    while (target := folder / f"{place.replace('/', '-')}-{number}").exists():
         number += 1
-    (run_dir / stage).rename(target)
+    (run_dir / place).rename(target)
     return target
 
 

@@ -22,6 +22,7 @@ BENIGN_KEYS = (
     "generation.gpu_memory_utilization",
     "generation.verify_refit",
     "generation.max_mismatch",
+    "profile.shard",
 )
 
 
@@ -85,7 +86,13 @@ _STAGES = (
         "Sample K actions of pi_0 for every turn and score them: mean and variance of the reward.",
         "turns/turns.jsonl (split train), the warm-up checkpoint or model.path",
         "profile/rollouts.jsonl (resumable), profile/turns.jsonl, profile/summary.json",
-        ("profile.rollouts_per_turn", "profile.max_turns", "sampling.temperature", "sampling.max_new_tokens"),
+        (
+            "profile.rollouts_per_turn",
+            "profile.max_turns",
+            "profile.adaptive.enabled",
+            "profile.shard",
+            "sampling.temperature",
+        ),
         "pivotrl profile profile.rollouts_per_turn=16 run_dir=runs/airline",
         (*_ENGINE, "profile"),
         ("turns", "warmup"),
@@ -98,7 +105,7 @@ _STAGES = (
         "Keep the pivots: turns of mixed outcome whose mean reward is low (D_adv).",
         "profile/turns.jsonl",
         "select/pivots.jsonl, select/summary.json",
-        ("select.set", "select.lambda_diff", "select.allow_empty"),
+        ("select.set", "select.lambda_diff", "select.max_per_trajectory", "select.mixture", "select.max_pivots"),
         "pivotrl select select.lambda_diff=0.7 run_dir=runs/airline",
         ("seed", "select"),
         ("turns", "profile"),

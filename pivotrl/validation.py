@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pivotrl.config import Config, Optimizer
+from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
+from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
 
@@ -20,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.engine": ("fp32", "bf16"),
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
     "select.set": ("cand", "mixed", "adv", "adv_zeros"),
+    "select.rank": ("signal", "random"),
     "algorithm.advantage": ("group", "leave_one_out", "mean_only"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
@@ -45,6 +47,11 @@ _POSITIVE = (
     "generation.tensor_parallel",
     "generation.max_mismatch",
     "profile.max_turns",
+    "profile.adaptive.round",
+    "profile.adaptive.calibration_turns",
+    "select.min_unique_actions",
+    "select.max_per_trajectory",
+    "select.max_pivots",
     "algorithm.steps",
     "algorithm.pivots_per_step",
     "algorithm.std_epsilon",
@@ -58,6 +65,7 @@ _NOT_NEGATIVE = (
     "seed",
     "sampling.temperature",
     "sampling.top_k",
+    "profile.second_rollouts",
     "algorithm.kl_beta",
     "warmup.steps",
     "sft.steps",
@@ -138,6 +146,8 @@ def conflicts(
         found.append(
             f"generation.tensor_parallel={cfg.generation.tensor_parallel} does not divide the world size {world}"
         )
+    if stage == "run" and cfg.profile.shard is not None:
+        found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")
     return found + _files(cfg, stages)
 
 
@@ -174,7 +184,12 @@ def _ranges(cfg: Config) -> Iterator[str]:
     held = cfg.trajectories.warmup_fraction + cfg.trajectories.validation_fraction
     if held >= 1:
         yield f"trajectories.warmup_fraction + validation_fraction = {held:g} leaves nothing to train on (must be < 1)"
-    for key in ("select.lambda_diff", "sampling.top_p", "generation.gpu_memory_utilization"):
+    for key in (
+        "select.lambda_diff",
+        "profile.adaptive.lambda_diff",
+        "sampling.top_p",
+        "generation.gpu_memory_utilization",
+    ):
         if not 0 < get(cfg, key) <= 1:
             yield f"{key}={get(cfg, key)} must be in (0, 1]"
     for name in ("algorithm", "warmup", "sft"):
@@ -204,6 +219,8 @@ def _method(cfg: Config) -> Iterator[str]:
             f"sampling.temperature=0 with profile.rollouts_per_turn={k} and algorithm.group_size={group}: greedy "
             "rollouts are all alike, so every variance and every advantage would be 0 (use a temperature > 0)"
         )
+    yield from _profile(cfg.profile)
+    yield from _select(cfg.select)
     if cfg.sampling.max_new_tokens >= cfg.model.context_length:
         yield (
             f"sampling.max_new_tokens={cfg.sampling.max_new_tokens} leaves no room for a state in "
@@ -215,6 +232,32 @@ def _method(cfg: Config) -> Iterator[str]:
         yield f"algorithm.importance_cap={cfg.algorithm.importance_cap} must be >= 1 (equal policies have ratio 1)"
     if cfg.precision.fp8 is not None and cfg.precision.policy != "bf16":
         yield f"precision.fp8={cfg.precision.fp8} needs precision.policy=bf16, not {cfg.precision.policy}"
+
+
+def _profile(profile: Profile) -> Iterator[str]:
+    a, k = profile.adaptive, profile.rollouts_per_turn
+    try:
+        shard = parse_shard(profile.shard)
+    except UserError as error:
+        yield str(error)
+        shard = None
+    if not 0 < a.error < 1:
+        yield f"profile.adaptive.error={a.error} must be between 0 and 1"
+    if a.histogram and (len(a.histogram) != k + 1 or min(a.histogram) < 0):
+        yield f"profile.adaptive.histogram has {len(a.histogram)} values; K={k} needs {k + 1}, none of them negative"
+    if a.enabled and isinstance(shard, Shard) and not a.histogram:
+        yield (
+            "profile.adaptive.enabled with profile.shard needs profile.adaptive.histogram (from the summary of an "
+            "earlier profile): shards that calibrate by themselves would decide differently than one job"
+        )
+
+
+def _select(select: Select) -> Iterator[str]:
+    for domain, count in select.mixture.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            yield f"select.mixture.{domain}={count!r} must be a positive number of pivots"
+    if select.mixture and select.max_pivots is not None:
+        yield "select.mixture gives exact counts, so select.max_pivots cannot be set beside it"
 
 
 def _stages(cfg: Config) -> Iterator[str]:

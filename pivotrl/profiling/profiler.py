@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
-from pivotrl.profiling.store import RolloutStore
+from pivotrl.profiling.adaptive import Plan
+from pivotrl.profiling.ledger import Cost
+from pivotrl.profiling.store import GroupSize, RolloutStore
 from pivotrl.trajectories.schema import Turn
+
+OnChunk = Callable[[Sequence[State], Cost], None]
+GetRoller = Callable[[], LocalRoller]  # called before the first rollout only, so that nothing to do starts no engine
 
 
 def draw_turns(turns: Sequence[Turn], limit: int | None, seed: int) -> list[Turn]:
@@ -22,17 +27,83 @@ def draw_turns(turns: Sequence[Turn], limit: int | None, seed: int) -> list[Turn
 
 def profile_states(
     states: Sequence[State],
-    roller: LocalRoller,
+    get_roller: GetRoller,
     store: RolloutStore,
     rollouts_per_turn: int,
     turns_per_chunk: int,
     seed: int,
-    on_chunk: Callable[[int], None],
+    on_chunk: OnChunk,
+    purpose: str = "profile",
 ) -> None:
-    """Fill the store with `rollouts_per_turn` rollouts of every state it lacks; `on_chunk` hears the turns done."""
-    waiting = [s for s in states if s.turn.id not in store.groups]
-    for start in range(0, len(waiting), turns_per_chunk):
-        chunk = waiting[start : start + turns_per_chunk]
-        seeds = [seed_for(seed, "profile", s.turn.id) for s in chunk]
-        store.append(roller.groups(chunk, rollouts_per_turn, seeds))
-        on_chunk(len(chunk))
+    """Fill the store with `rollouts_per_turn` rollouts of every state it lacks.
+
+    `on_chunk` hears what was done and what it cost. Another `purpose` draws other, independent rollouts.
+    """
+    waiting = [s for s in states if s.turn.id not in store]
+    for chunk in _chunks(waiting, turns_per_chunk):
+        seeds = [seed_for(seed, purpose, s.turn.id) for s in chunk]
+        groups, seconds = get_roller().timed_groups(chunk, rollouts_per_turn, seeds)
+        store.append(groups)
+        on_chunk(chunk, Cost.of((r for group in groups for r in group), seconds))
+
+
+def calibration_draw(states: Sequence[State], count: int, seed: int) -> list[State]:
+    """The turns that get all K rollouts whatever they show: drawn by id, in the order of `states`."""
+    ids = sorted((s.turn.id for s in states), key=lambda i: seed_for(seed, "calibration", i))[:count]
+    chosen = set(ids)
+    return [s for s in states if s.turn.id in chosen]
+
+
+def adaptive_sizes(full: Collection[str], rollouts_per_turn: int, round: int) -> GroupSize:
+    """Group sizes of an adaptive profile: all K at once for the turns `full`, else rounds."""
+
+    def size(turn_id: str, done: int) -> int:
+        left = rollouts_per_turn - done
+        return left if turn_id in full else min(round, left)
+
+    return size
+
+
+def profile_in_rounds(
+    states: Sequence[State],
+    get_roller: GetRoller,
+    store: RolloutStore,
+    plan: Plan,
+    turns_per_chunk: int,
+    seed: int,
+    on_chunk: OnChunk,
+) -> None:
+    """Rounds of `plan.round` rollouts for the states that the plan has not decided, until none is left.
+
+    Each decision reads that turn's own rollouts only, so interruptions and shards change nothing.
+    """
+    for done in range(0, plan.rollouts, plan.round):
+        waiting = [s for s in states if store.count(s.turn.id) == done and not _is_decided(s, store, plan)]
+        size = min(plan.round, plan.rollouts - done)
+        for chunk in _chunks(waiting, turns_per_chunk):
+            # The first round has the seeds of a fixed profile: its rollouts are those of a smaller K.
+            seeds = [seed_for(seed, "profile", s.turn.id, *([done] if done else [])) for s in chunk]
+            groups, seconds = get_roller().timed_groups(chunk, size, seeds, first_index=done)
+            store.append(groups)
+            on_chunk(chunk, Cost.of((r for group in groups for r in group), seconds))
+
+
+def _is_decided(state: State, store: RolloutStore, plan: Plan) -> bool:
+    if state.turn.id not in store:
+        return False
+    return plan.is_decided([r.verdict.reward for r in store.rollouts(state.turn.id)])
+
+
+def count_histogram(states: Sequence[State], store: RolloutStore, rollouts_per_turn: int) -> list[int]:
+    """Turns by their number of right rollouts, 0 to K; turns with an unscorable or partial reward are left out."""
+    counts = [0] * (rollouts_per_turn + 1)
+    for state in states:
+        rewards = [r.verdict.reward for r in store.rollouts(state.turn.id)]
+        if rewards.count(1.0) + rewards.count(0.0) == rollouts_per_turn:
+            counts[rewards.count(1.0)] += 1
+    return counts
+
+
+def _chunks(states: Sequence[State], size: int) -> Iterator[Sequence[State]]:
+    for start in range(0, len(states), size):
+        yield states[start : start + size]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,19 @@ from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.io import read_json, read_jsonl, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, State, render_states
+from pivotrl.profiling.adaptive import Plan, make_plan
 from pivotrl.profiling.fingerprint import fingerprint, weights_digest
-from pivotrl.profiling.profiler import draw_turns, profile_states
+from pivotrl.profiling.ledger import Cost, CostLog
+from pivotrl.profiling.profiler import (
+    GetRoller,
+    adaptive_sizes,
+    calibration_draw,
+    count_histogram,
+    draw_turns,
+    profile_in_rounds,
+    profile_states,
+)
+from pivotrl.profiling.shards import Shard, check_shards, find_shards, join_files, parse_shard, turns_of
 from pivotrl.profiling.statistics import turn_row
 from pivotrl.profiling.store import RolloutStore
 from pivotrl.setup import Workbench
@@ -40,78 +54,206 @@ def present_fingerprint(bench: Workbench, turns: list[Turn]) -> dict[str, Any]:
     )
 
 
-def _open_store(directory: Path, record: dict[str, Any], rollouts_per_turn: int) -> RolloutStore:
-    """Continue the rollouts of an interrupted profile of equal fingerprint; set aside those of any other."""
-    path, marker = directory / "rollouts.jsonl", directory / "fingerprint.json"
-    wanted = {**record, "rollouts_per_turn": rollouts_per_turn}
-    if path.exists() and (not marker.exists() or read_json(marker) != wanted):
-        number = next(n for n in range(1, 10_000) if not (directory / f"rollouts.old-{n}.jsonl").exists())
-        path.rename(directory / f"rollouts.old-{number}.jsonl")
-        print(f"profile: the rollouts in {path} are of another policy or setting; kept as rollouts.old-{number}.jsonl")
+def _set_aside_foreign(directory: Path, record: dict[str, Any], cfg: Config) -> None:
+    """Keep the rollouts of an interrupted profile of equal settings in place; rename those of any other."""
+    marker = directory / "fingerprint.json"
+    wanted = {**record, "rollouts_per_turn": cfg.profile.rollouts_per_turn}
+    if cfg.profile.adaptive.enabled:
+        wanted["adaptive"] = asdict(cfg.profile.adaptive)
+    names = ("rollouts", "second", "cost")
+    present = [n for n in names if (directory / f"{n}.jsonl").exists()]
+    if present and (not marker.exists() or read_json(marker) != wanted):
+        number = next(n for n in range(1, 10_000) if not any(directory.glob(f"*.old-{n}.jsonl")))
+        for name in present:
+            (directory / f"{name}.jsonl").rename(directory / f"{name}.old-{number}.jsonl")
+        print(f"profile: the rollouts in {directory} are of another policy or setting; kept as *.old-{number}.jsonl")
     write_json(marker, wanted)
-    return RolloutStore(path, rollouts_per_turn)
 
 
 def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Profile the train split with the start policy. Interrupted at any instant, it continues where it stopped.
+    """Profile the train split, or one shard of it, with the start policy; or merge shards (`profile.shard=merge`).
 
-    Raises UserError when no turn can be profiled, after writing the audit file.
+    Interrupted at any instant, it continues where it stopped. Raises UserError when no turn can be profiled, after
+    writing the audit file, and for shards that do not make one profile.
     """
+    shard = parse_shard(cfg.profile.shard)
+    if shard == "merge":
+        return merge(run_dir / "profile")
     started = time.monotonic()
-    directory = run_dir / "profile"
+    directory = run_dir / "profile" / (shard.folder if isinstance(shard, Shard) else "")
     bench = Workbench.build(cfg, run_dir)
     turns = draw_turns(read_turns(run_dir, "train"), cfg.profile.max_turns, cfg.seed)
+    record = present_fingerprint(bench, turns)  # of all turns, in every shard
+    mine = turns_of(turns, shard) if isinstance(shard, Shard) else turns
     states, skipped = render_states(
-        turns, bench.renderer, bench.verifier, cfg.model.context_length, cfg.sampling.max_new_tokens
+        mine, bench.renderer, bench.verifier, cfg.model.context_length, cfg.sampling.max_new_tokens
     )
     write_jsonl(directory / "skipped.jsonl", (asdict(s) for s in skipped))
     reasons = dict(Counter(s.reason for s in skipped))
-    if not states:
-        raise UserError(
-            f"none of {len(turns)} turns of the train split can be profiled: {reasons}; "
-            f"see {directory / 'skipped.jsonl'}.\nFor beyond_context raise model.context_length; "
-            "for demonstration_* choose another verifier or its options."
-        )
-    k = cfg.profile.rollouts_per_turn
-    record = present_fingerprint(bench, turns)
-    store = _open_store(directory, record, k)
-    if len(store.groups) < len(states):
-        with bench.engine() as engine, progress(len(states), "profile") as bar:
-            bar.advance(len(store.groups))
-            roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
-            chunk = max(1, 4 * cfg.generation.max_sequences // k)
-            profile_states(states, roller, store, k, chunk, cfg.seed, lambda n: bar.advance(n))
+    if not states and shard is None:
+        raise _nothing(len(turns), reasons, directory)
+    _set_aside_foreign(directory, record, cfg)
+    with ExitStack() as stack:
+
+        @cache
+        def get_roller() -> LocalRoller:
+            return LocalRoller(stack.enter_context(bench.engine()), bench.renderer, bench.verifier, bench.sampling)
+
+        result = profile_into(directory, states, cfg, get_roller)
+    result |= {"skipped": reasons, "drawn": len(turns), "fingerprint": record, "seconds": time.monotonic() - started}
+    write_json(directory / "summary.json", result)
+    return result
+
+
+def _nothing(turns: int, reasons: dict[str, int], directory: Path) -> UserError:
+    return UserError(
+        f"none of {turns} turns of the train split can be profiled: {reasons}; "
+        f"see {directory / 'skipped.jsonl'}.\nFor beyond_context raise model.context_length; "
+        "for demonstration_* choose another verifier or its options."
+    )
+
+
+def profile_into(directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller) -> dict[str, Any]:
+    """Make (or complete) rollouts of `states` and their statistics in `directory`; returns the summary's figures."""
+    profile, adaptive = cfg.profile, cfg.profile.adaptive
+    k, in_flight = profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
+    log = CostLog(directory / "cost.jsonl")
+    told: dict[str, Any] = {}
+    if adaptive.enabled:
+        store, told["adaptive"] = _adaptive(directory, states, cfg, get_roller, log)
+    else:
+        store = RolloutStore(directory / "rollouts.jsonl", k)
+        with progress(len(states), "profile", done=len(store)) as bar:
+
+            def advance(chunk: Sequence[State], cost: Cost) -> None:
+                log.add("profile", cost)
+                bar.advance(len(chunk))
+
+            profile_states(states, get_roller, store, k, max(1, in_flight // k), cfg.seed, advance)
+    tally = Tally()
+    write_jsonl(directory / "turns.jsonl", _rows(states, store, tally))
     store.close()
-    return _finish(directory, states, store, record, reasons, time.monotonic() - started)
+    if profile.second_rollouts:
+        _second(directory, states, cfg, get_roller, log)
+    if adaptive.enabled and tally.turns:
+        told["adaptive"]["saved_share"] = 1 - tally.cost.rollouts / (k * tally.turns)
+    return {**tally.summary(), **told, "engine": {name: cost.to_json() for name, cost in log.totals().items()}}
 
 
-def _finish(
-    directory: Path,
-    states: list[State],
-    store: RolloutStore,
-    record: dict[str, Any],
-    reasons: dict[str, int],
-    seconds: float,
-) -> dict[str, Any]:
-    rows = [turn_row(s.turn, store.groups[s.turn.id]) for s in states]
-    write_jsonl(directory / "turns.jsonl", rows)
-    rollouts = [r for s in states for r in store.groups[s.turn.id]]
-    mixed = sum(bool(row["variance"]) for row in rows)
-    summary = {
-        "turns": len(rows),
-        "skipped": reasons,
-        "rollouts": len(rollouts),
-        "mean_reward": sum(row["mean"] or 0.0 for row in rows) / len(rows),
-        "mixed": mixed,
-        "uninformative_share": 1 - mixed / len(rows),
-        "verdicts": dict(Counter(r.verdict.reason for r in rollouts).most_common()),
-        "tokens": {
-            "prompt": sum(r.prompt_tokens for r in rollouts),
-            "cached": sum(r.completion.cached_prompt_tokens for r in rollouts),
-            "generated": sum(len(r.completion.token_ids) for r in rollouts),
-        },
-        "seconds": seconds,
-        "fingerprint": record,
+def _adaptive(
+    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog
+) -> tuple[RolloutStore, dict[str, Any]]:
+    """Calibration turns first (unless a histogram is given), then rounds for the undecided."""
+    a, k, in_flight = cfg.profile.adaptive, cfg.profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
+    full = [] if a.histogram else calibration_draw(states, a.calibration_turns, cfg.seed)
+    full_ids = {s.turn.id for s in full}
+    store = RolloutStore(directory / "rollouts.jsonl", adaptive_sizes(full_ids, k, a.round))
+    with progress(len(states) * k, "profile", done=sum(map(store.count, store)), unit="rollout") as bar:
+
+        def advance(chunk: Sequence[State], cost: Cost) -> None:
+            log.add("profile", cost)
+            bar.advance(cost.rollouts)
+
+        profile_states(full, get_roller, store, k, max(1, in_flight // k), cfg.seed, advance)
+        histogram = a.histogram or count_histogram(full, store, k)
+        plan: Plan = make_plan(histogram, a.round, a.lambda_diff, a.error)
+        rest = [s for s in states if s.turn.id not in full_ids]
+        profile_in_rounds(rest, get_roller, store, plan, max(1, in_flight // a.round), cfg.seed, advance)
+    return store, {
+        "histogram": histogram,
+        "expected_error": plan.expected_error,
+        "error_bound": plan.error_bound,
+        "expected_rollouts": plan.expected_rollouts,
     }
-    write_json(directory / "summary.json", summary)
-    return summary
+
+
+def _second(directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog) -> None:
+    """An independent profile of the mixed turns. Whatever `select` keeps of them, its means here are unbiased."""
+    mixed = {row["turn_id"] for row in read_jsonl(directory / "turns.jsonl") if row["variance"]}
+    chosen = [s for s in states if s.turn.id in mixed]
+    n = cfg.profile.second_rollouts
+    store = RolloutStore(directory / "second.jsonl", n)
+    with progress(len(chosen), "profile, second", done=len(store)) as bar:
+
+        def advance(chunk: Sequence[State], cost: Cost) -> None:
+            log.add("second", cost)
+            bar.advance(len(chunk))
+
+        per_chunk = max(1, 4 * cfg.generation.max_sequences // n)
+        profile_states(chosen, get_roller, store, n, per_chunk, cfg.seed, advance, purpose="second profile")
+    write_jsonl(directory / "second_turns.jsonl", _rows(chosen, store, Tally()))
+    store.close()
+
+
+def _rows(states: Sequence[State], store: RolloutStore, tally: Tally) -> Iterator[dict[str, Any]]:
+    """One row a turn; one turn's rollouts are in memory at a time."""
+    for state in states:
+        rollouts = store.rollouts(state.turn.id)
+        row = turn_row(state.turn, rollouts)
+        tally.add(row)
+        tally.verdicts.update(r.verdict.reason for r in rollouts)
+        tally.cost += Cost.of(rollouts)
+        yield row
+
+
+class Tally:
+    """Figures of the summary, summed over turns: of a whole profile, a shard, or all shards of a merge."""
+
+    def __init__(self) -> None:
+        self.turns = self.mixed = 0
+        self.mean_sum = 0.0
+        self.verdicts: Counter[str] = Counter()
+        self.cost = Cost()
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.turns += 1
+        self.mixed += bool(row["variance"])
+        self.mean_sum += row["mean"] or 0.0
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "turns": self.turns,
+            "rollouts": self.cost.rollouts,
+            "mean_reward": self.mean_sum / self.turns if self.turns else 0.0,
+            "mixed": self.mixed,
+            "uninformative_share": 1 - self.mixed / self.turns if self.turns else 0.0,
+            "verdicts": dict(self.verdicts.most_common()),
+            "tokens": {"prompt": self.cost.prompt, "cached": self.cost.cached, "generated": self.cost.generated},
+        }
+
+
+def merge(directory: Path) -> dict[str, Any]:
+    """Join a complete set of shards into the profile that one job would have made.
+
+    Raises UserError for missing, unfinished, foreign or overlapping shards; nothing is written then.
+    """
+    started = time.monotonic()
+    paths = find_shards(directory)
+    check_shards(paths)
+    join_files(paths, directory)
+    write_json(directory / "fingerprint.json", read_json(paths[0] / "fingerprint.json"))
+    summaries = [read_json(path / "summary.json") for path in paths]
+    tally, reasons = Tally(), Counter[str]()
+    for row in read_jsonl(directory / "turns.jsonl"):
+        tally.add(row)
+    for part in summaries:
+        tally.verdicts.update(part["verdicts"])
+        tally.cost += Cost(part["rollouts"], **part["tokens"])
+        reasons.update(part["skipped"])
+    if not tally.turns:
+        raise _nothing(summaries[0]["drawn"], dict(reasons), directory)
+    result = tally.summary()
+    if "adaptive" in summaries[0]:
+        k = read_json(directory / "fingerprint.json")["rollouts_per_turn"]
+        result["adaptive"] = {**summaries[0]["adaptive"], "saved_share": 1 - tally.cost.rollouts / (k * tally.turns)}
+    totals = CostLog(directory / "cost.jsonl").totals()
+    result |= {
+        "engine": {name: cost.to_json() for name, cost in totals.items()},
+        "skipped": dict(reasons),
+        "drawn": summaries[0]["drawn"],
+        "fingerprint": summaries[0]["fingerprint"],
+        # What the shards took, one after the other; they may have run side by side.
+        "seconds": sum(part["seconds"] for part in summaries) + time.monotonic() - started,
+    }
+    write_json(directory / "summary.json", result)
+    return result

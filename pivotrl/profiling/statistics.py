@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from pivotrl.profiling.fingerprint import digest
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.schema import Turn
 
@@ -17,6 +18,11 @@ def mean_variance(rewards: Sequence[float]) -> tuple[float, float]:
         return rewards[0], 0.0
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)
+
+
+def state_action(turn: Turn) -> str:
+    """Digest of what the model sees and of what was demonstrated: turns of equal digest teach the same thing."""
+    return digest([turn.messages, turn.tools, turn.demonstration.to_json()])
 
 
 def turn_row(turn: Turn, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -30,7 +36,9 @@ def turn_row(turn: Turn, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "trajectory_id": turn.trajectory_id,
         "task_id": turn.task_id,
         "domain": turn.domain,
+        "split": turn.split,
         "depth": turn.depth,
+        "state_action": state_action(turn),
         "demonstration": [c.name for c in turn.demonstration.tool_calls] or ["(text)"],
         "n": len(rollouts),
         "rewards": rewards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pivotrl.errors import UserError
 from pivotrl.generation.engine import Sampling
 from pivotrl.generation.scripted import ScriptedEngine
 from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
+from pivotrl.profiling.ledger import Cost
 from pivotrl.profiling.profiler import draw_turns, profile_states
 from pivotrl.profiling.statistics import turn_row
 from pivotrl.profiling.store import RolloutStore
@@ -68,7 +71,7 @@ def roller(engine: ScriptedEngine | None = None) -> LocalRoller:
 
 def profile(path: Path, states=STATES, chunk: int = 2) -> bytes:
     store = RolloutStore(path, K)
-    profile_states(states, roller(), store, K, chunk, seed=7, on_chunk=lambda n: None)
+    profile_states(states, roller, store, K, chunk, 7, lambda states, cost: None)
     store.close()
     return path.read_bytes()
 
@@ -94,16 +97,71 @@ def test_chunks_do_not_change_rollouts(tmp_path: Path):
 def test_a_turn_s_rollouts_do_not_depend_on_the_others(tmp_path: Path):
     profile(tmp_path / "all")
     profile(tmp_path / "half", STATES[::2])
-    everything = RolloutStore(tmp_path / "all", K).groups
-    assert all(everything[t] == group for t, group in RolloutStore(tmp_path / "half", K).groups.items())
+    everything, half = RolloutStore(tmp_path / "all", K), RolloutStore(tmp_path / "half", K)
+    assert list(half) == [s.turn.id for s in STATES[::2]]
+    assert all(everything.rollouts(t) == half.rollouts(t) for t in half)
 
 
 def test_a_kept_profile_is_not_generated_again(tmp_path: Path):
     profile(tmp_path / "r")
-    engine = ScriptedEngine(script, stop_token_ids=[STOP])
+
+    def no_engine() -> LocalRoller:
+        raise AssertionError("an engine was started for nothing")
+
+    profile_states(STATES, no_engine, RolloutStore(tmp_path / "r", K), K, 2, 7, lambda states, cost: None)
+
+
+def test_costs_are_told_by_chunk(tmp_path: Path):
+    costs: list[Cost] = []
     store = RolloutStore(tmp_path / "r", K)
-    profile_states(STATES, roller(engine), store, K, 2, seed=7, on_chunk=lambda n: None)
-    assert engine.generate_calls == 0
+    profile_states(STATES, roller, store, K, 2, 7, lambda states, cost: costs.append(cost))
+    total = sum(costs, Cost())
+    rollouts = [r for s in STATES for r in store.rollouts(s.turn.id)]
+    assert total.rollouts == K * len(STATES)
+    assert total.generated == sum(len(r.completion.token_ids) for r in rollouts)
+    assert total.prompt == K * sum(len(s.prompt_ids) for s in STATES)
+    assert all(c.seconds > 0 for c in costs)
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        (lambda rows: rows + rows[:K], len(STATES) * K + 1),  # a turn twice
+        (lambda rows: rows[1:], 1),
+        (lambda rows: rows[:2] + rows[3:], 3),
+        (lambda rows: rows[:5] + [b"{\n"] + rows[6:], 6),
+        (lambda rows: rows[:5] + [rows[9]] + rows[6:], 6),
+    ],
+)
+def test_damage_that_no_kill_leaves_is_refused(tmp_path: Path, broken, line: int):
+    rows = profile(tmp_path / "r").splitlines(keepends=True)
+    damaged = b"".join(broken(rows))
+    (tmp_path / "r").write_bytes(damaged)
+    with pytest.raises(UserError, match=f"r:{line}: "):
+        RolloutStore(tmp_path / "r", K)
+    assert (tmp_path / "r").read_bytes() == damaged  # nothing is thrown away
+
+
+def test_store_refuses_groups_out_of_turn(tmp_path: Path):
+    groups = roller().groups(STATES[:2], K, [1, 2])
+    store = RolloutStore(tmp_path / "r", K)
+    for wrong in (groups[0][:2], groups[0][::-1], [*groups[0][:3], groups[1][3]]):
+        with pytest.raises(ValueError, match="needs"):
+            store.append([wrong])
+    store.append(groups)
+    with pytest.raises(ValueError, match="needs"):
+        store.append(groups[:1])
+
+
+def test_rows_of_another_key_order_and_odd_ids_are_read(tmp_path: Path):
+    odd = [replace(r, turn_id='a"\\\u2028é#0') for r in roller().groups(STATES[:1], K, [1])[0]]
+    store = RolloutStore(tmp_path / "r", K)
+    store.append([odd])
+    assert store.rollouts(odd[0].turn_id) == odd
+    rows = [json.loads(line) for line in (tmp_path / "r").read_bytes().splitlines()]
+    text = "".join(json.dumps(dict(reversed(row.items()))) + "\n" for row in rows)
+    (tmp_path / "r").write_text(text)
+    assert RolloutStore(tmp_path / "r", K).rollouts(odd[0].turn_id) == odd
 
 
 def test_unscorable_leaves_mean_and_variance_and_is_counted():

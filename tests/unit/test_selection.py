@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pivotrl.config import Config
+from pivotrl.config import Config, Select
 from pivotrl.errors import UserError
 from pivotrl.io import read_json, read_jsonl, write_jsonl
-from pivotrl.profiling.select import SETS, histogram, run_select
+from pivotrl.profiling.choose import Candidate, Candidates, choose
+from pivotrl.profiling.select import SETS, histogram, is_below, is_mixed, run_select, scored
 from pivotrl.profiling.statistics import mean_variance
 
 
 def row(rewards: list[float | None], turn: str = "t#0") -> dict[str, Any]:
     scored = [r for r in rewards if r is not None]
     mean, variance = mean_variance(scored) if scored else (None, None)
-    return {"turn_id": turn, "rewards": rewards, "mean": mean, "variance": variance}
+    name, _, depth = turn.partition("#")
+    return {
+        "turn_id": turn,
+        "trajectory_id": name,
+        "domain": name[:1],
+        "split": "train",
+        "rewards": rewards,
+        "mean": mean,
+        "variance": variance,
+        "unique_actions": len(set(rewards)),
+        "state_action": f"same{depth}",
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,3 +91,117 @@ def test_no_pivot_is_an_error_with_the_histogram(tmp_path: Path):
 def test_select_without_a_profile_says_what_to_run(tmp_path: Path):
     with pytest.raises(UserError, match="pivotrl profile"):
         run_select(Config(), tmp_path)
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 0.0, 1.0, 0.5, 0.1, None]), max_size=16),
+    st.sampled_from([0.1, 0.3, 0.6, 0.7, 1.0]),
+)
+def test_integer_comparisons_are_the_exact_ones(rewards: list[float | None], lam: float):
+    r = row(rewards)
+    exact = scored(r)
+    assert is_mixed(r) == (len(set(exact)) > 1)
+    assert is_below(r, lam) == (bool(exact) and sum(exact) / len(exact) < Fraction(str(lam)))
+
+
+def pivots(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> tuple[list[str], dict[str, Any]]:
+    write_jsonl(tmp_path / "profile" / "turns.jsonl", rows)
+    summary = run_select(Config(select=Select(**options)), tmp_path)
+    return [r["turn_id"] for r in read_jsonl(tmp_path / "select" / "pivots.jsonl")], summary
+
+
+ROWS = [
+    row([1, 0, 0, 0], "a1#0"),
+    row([1, 1, 0, 0], "a1#1"),
+    row([1, 0, 0, 0], "a1#2"),
+    row([1, 1, 0, 0], "b1#0"),
+    row([1, 0, 0, None], "b1#1"),
+    row([1, 1, 1, 1], "b1#2"),
+]
+
+
+def test_cap_per_trajectory_keeps_the_turns_of_most_signal_in_file_order(tmp_path: Path):
+    kept, summary = pivots(tmp_path, ROWS, max_per_trajectory=1)
+    assert kept == ["a1#1", "b1#0"]
+    assert summary["dropped"] == {"trajectory_cap": 3}
+    assert summary["kept_by_domain"] == {"a": 1, "b": 1}
+
+
+def test_mixture_has_exact_counts(tmp_path: Path):
+    kept, summary = pivots(tmp_path, ROWS, mixture={"a": 2, "b": 1})
+    assert Counter(k[0] for k in kept) == {"a": 2, "b": 1}
+    assert {"a1#1", "b1#0"} <= set(kept)
+    assert summary["dropped"] == {"mixture": 2}
+
+
+def test_mixture_that_cannot_be_filled_says_what_there_is(tmp_path: Path):
+    with pytest.raises(UserError, match=r"b: 3 wanted, 2 there; c: 1 wanted, 0 there"):
+        pivots(tmp_path, ROWS, mixture={"b": 3, "c": 1})
+
+
+def test_equal_states_and_actions_are_one_pivot(tmp_path: Path):
+    kept, summary = pivots(tmp_path, ROWS, deduplicate=True)
+    assert kept == ["a1#1", "a1#2", "b1#0"]  # of a1#0 and b1#0 the one of more signal, likewise of a1#1 and b1#1
+    assert summary["dropped"] == {"duplicate": 2}
+    bare = [{k: v for k, v in r.items() if k != "state_action"} for r in ROWS]
+    with pytest.raises(UserError, match=r"turns.jsonl:1: no state_action"):
+        pivots(tmp_path, bare, deduplicate=True)
+
+
+def test_minimum_of_unique_actions(tmp_path: Path):
+    kept, summary = pivots(tmp_path, ROWS, min_unique_actions=3)
+    assert kept == ["b1#1"]
+    assert summary["dropped"] == {"few_unique_actions": 4}
+    with pytest.raises(UserError, match="few_unique_actions': 5"):
+        pivots(tmp_path, ROWS, min_unique_actions=4)
+
+
+def test_most_signal_first_or_at_random(tmp_path: Path):
+    assert pivots(tmp_path, ROWS, max_pivots=2)[0] == ["a1#1", "b1#0"]
+    many = [row([1, 0, 0, 0], f"a{i}#0") for i in range(40)] + [row([1, 1, 0, 0], f"z{i}#0") for i in range(40)]
+    drawn = pivots(tmp_path, many, max_pivots=40, rank="random")[0]
+    assert 8 < sum(k[0] == "a" for k in drawn) < 32
+    assert drawn == pivots(tmp_path, many, max_pivots=40, rank="random")[0]
+
+
+def test_a_held_out_turn_in_the_profile_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"turns.jsonl:2: turn of split 'validation'"):
+        pivots(tmp_path, [ROWS[0], {**ROWS[1], "split": "validation"}])
+
+
+def test_what_each_lambda_would_keep_and_the_expected_share_of_mixed_groups(tmp_path: Path):
+    summary = pivots(tmp_path, ROWS)[1]
+    # means 1/4, 1/2, 1/4, 1/2, 1/3; mean < 0.5 is strict
+    assert summary["adv_by_lambda"]["0.3"] == 2
+    assert [summary["adv_by_lambda"][k] for k in ("0.2", "0.4", "0.5", "0.6", "1")] == [0, 3, 3, 5, 5]
+    assert summary["informative_share"]["4"] == pytest.approx(4 / 5)  # of the five turns with four scored rollouts
+    assert summary["informative_share"]["2"] == pytest.approx((3 * 2 / 3 + 2 * 1 / 2) / 6)
+    assert "8" not in summary["informative_share"]
+
+
+def test_unbiased_mean_comes_from_the_second_profile(tmp_path: Path):
+    write_jsonl(tmp_path / "profile" / "second_turns.jsonl", [{"turn_id": "a1#0", "mean": 0.75}])
+    summary = pivots(tmp_path, ROWS[:1])[1]
+    assert (summary["kept_mean"], summary["kept_mean_second_profile"]) == (0.25, 0.75)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([[1, 0], [1, 1, 0], [1, 0, 0]]), st.integers(0, 5)), max_size=30),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_limits_hold_for_any_profile(turns, cap: int, most: int, deduplicate: bool):
+    options = Select(max_per_trajectory=cap, max_pivots=most, deduplicate=deduplicate)
+    candidates = Candidates(options, seed=0)
+    for i, (rewards, trajectory) in enumerate(turns):
+        candidates.add(i, row(rewards, f"t{trajectory}#{i % 4}"))
+    kept, dropped = choose(candidates.rows, options)
+    assert len(kept) <= most
+    assert len(kept) + sum(dropped.values()) == len(turns)
+    assert max(Counter(c.trajectory for c in kept).values(), default=0) <= cap
+    if deduplicate:
+        assert len({c.content for c in kept}) == len(kept)
+    # what is kept never has less signal than a turn that was dropped by the last limit alone
+    assert [c.signal for c in kept] == sorted((c.signal for c in kept), reverse=True)
+    assert all(isinstance(c, Candidate) for c in kept)
