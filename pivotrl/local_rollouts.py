@@ -65,7 +65,7 @@ def render_states(
 def score(state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier) -> list[Rollout]:
     rollouts = []
     for index, completion in enumerate(completions):
-        action = renderer.parse(completion.token_ids)
+        action = renderer.parse(completion.token_ids, state.turn.tools)
         verdict = verifier.verify(state.turn, action)
         rollouts.append(Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, verdict))
     return rollouts

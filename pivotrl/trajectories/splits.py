@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 from pivotrl.errors import UserError
+from pivotrl.trajectories.schema import Trajectory
 
 SPLITS = ("warmup", "train", "validation")
 
@@ -41,3 +42,26 @@ def _count(fraction: float, total: int) -> int:
 
 def _rank(seed: int, task: str) -> bytes:
     return hashlib.blake2b(f"{seed}\0{task}".encode(), digest_size=16).digest()
+
+
+class SplitLedger:
+    """Which split every trajectory and task is in. A second one is a leak, and an error.
+
+    It happens where rows of one trajectory (`meta.trajectory_id`, one row a turn) name different tasks.
+    """
+
+    def __init__(self) -> None:
+        self._sides: dict[str, str] = {}
+
+    def add(self, trajectory: Trajectory, split: str) -> None:
+        """Raises `UserError` when the trajectory, or the task of it, is in another split already."""
+        names = {"task": trajectory.task_id, "trajectory": trajectory.meta.get("trajectory_id")}
+        for kind, name in names.items():
+            if name is None or (kind == "trajectory" and name == trajectory.id):
+                continue
+            side = self._sides.setdefault(f"{kind} {name}", split)
+            if side != split:
+                raise UserError(
+                    f"{trajectory.source}: {kind} {str(name)[:80]!r} is in the splits {side} and {split}: "
+                    "its rows name different tasks. Give all rows of a trajectory one task_id."
+                )

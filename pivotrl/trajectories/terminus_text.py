@@ -1,6 +1,7 @@
 """Terminus-1 and Terminus-2 actions: a JSON object of keystroke batches, which is the text of the action.
 
-The harness takes no tool calls, so the object stays `Action.text` to the letter; this module says what is wrong with it.
+The harness takes no tool calls, so the object stays `Action.text` to the letter; this module says what is wrong
+with it.
 """
 
 from __future__ import annotations

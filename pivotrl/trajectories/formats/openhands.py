@@ -1,4 +1,4 @@
-"""OpenHands: an event stream (a JSON array, or {"events"}) and rows of evaluation output ({"instance_id", "history"})."""
+"""OpenHands: an event stream (a JSON array, or {"events"}), or evaluation output ({"instance_id", "history"})."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ def _matches(row: JsonDict) -> bool:
     return _is_event(events[0][0] if isinstance(events[0], list) and events[0] else events[0])
 
 
-def _flat(events: list[Any]) -> list[Any]:
+def _flat(events: Any) -> list[Any]:
     """Older output pairs each action with its observation."""
+    if not isinstance(events, list):
+        raise RowError("bad_messages", "no list of events")
     return [event for item in events for event in (item if isinstance(item, list) else [item])]
+
+
+def _dict(value: Any) -> JsonDict:
+    return value if isinstance(value, dict) else {}
 
 
 def _model_message(event: JsonDict, where: str) -> tuple[str | None, JsonDict | None]:
     """(id of the model response, its message) of an action that came from a tool call."""
-    response = (event.get("tool_call_metadata") or {}).get("model_response")
+    response = _dict(event.get("tool_call_metadata")).get("model_response")
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return None, None
@@ -49,7 +55,7 @@ def _parse(row: JsonDict) -> Parsed:
         where = f"events[{i}]"
         if not _is_event(event):
             raise RowError("bad_messages", f"{where} is no event")
-        arguments = event.get("args") if isinstance(event.get("args"), dict) else {}
+        arguments = _dict(event.get("args"))
         kind = event.get("action", event.get("observation"))
         if kind in SILENT:
             continue
@@ -74,8 +80,8 @@ def _parse(row: JsonDict) -> Parsed:
 
 def _observation(event: JsonDict, where: str) -> JsonDict:
     metadata = event.get("tool_call_metadata")
-    extras = event.get("extras") if isinstance(event.get("extras"), dict) else {}
-    shown = extras.get("formatted_output_and_error") or event.get("content")
+    extras = event.get("extras")
+    shown = (extras.get("formatted_output_and_error") if isinstance(extras, dict) else None) or event.get("content")
     if not isinstance(metadata, dict):
         return {"role": "user", "content": shown}
     if not isinstance(metadata.get("tool_call_id"), str):
