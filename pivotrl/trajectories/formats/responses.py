@@ -83,11 +83,14 @@ def _parse_rollout(row: JsonDict) -> Parsed:
 
 
 def _matches_pivot(row: JsonDict) -> bool:
-    return isinstance(row.get("responses_create_params"), dict) and "expected_action" in row
+    if not isinstance(row.get("responses_create_params"), dict):
+        return False
+    return "expected_action" in row or isinstance(row.get("expected_answer"), str)  # the latter: Terminus rows
 
 
 def _parse_pivot(row: JsonDict) -> Parsed:
-    expected = row["expected_action"]
+    answer = {"type": "message", "content": row.get("expected_answer")}
+    expected = row.get("expected_action", answer)
     kind = expected.get("type") if isinstance(expected, dict) else None
     if kind == "message":
         action = [{"type": "message", "role": "assistant", "content": expected.get("content")}]
