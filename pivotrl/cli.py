@@ -48,7 +48,8 @@ Example:       pivotrl show 'airline_3#4' run_dir=runs/demo model=smollm2_135m""
     "export-gym": """Reads   <run_dir>/select/pivots.jsonl, <run_dir>/turns/turns.jsonl
 Writes  --output FILE   JSONL rows: responses_create_params, expected_action, agent_ref, pass_rate, ...
 
---agent NAME is the agent_ref of the rows, a name in NeMo-Gym's configuration (default: that of the verifier kind).
+--agent NAME is the agent_ref of the rows, a name in NeMo-Gym's configuration (needed for Terminus turns; default:
+single_step_tool_use_with_argument_comparison_agent).
 
 Key overrides: run_dir
 Example:       pivotrl export-gym run_dir=runs/demo --output pivots.jsonl""",

@@ -6,19 +6,20 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pivotrl.errors import UserError
 from pivotrl.trajectories import strict_json
 from pivotrl.trajectories.schema import Action, JsonDict, Turn
 from pivotrl.trajectories.terminus_text import harness_of
 
 AGENT = "single_step_tool_use_with_argument_comparison_agent"
-TERMINUS_AGENT = "terminus_judge_simple_agent"
 
 
 def gym_row(turn: Turn, rewards: Sequence[float | None] = (), agent: str | None = None) -> JsonDict:
     """One row. `rewards` are those of the turn's profile (None: unscorable, which leaves the pass rate); none: no rate.
 
     The label holds no thinking and, beside calls, no text; the state keeps both. `agent` must be a name in the
-    configuration of NeMo-Gym. A demonstration that is a Terminus object becomes `expected_answer`.
+    configuration of NeMo-Gym. A demonstration that is a Terminus object becomes `expected_answer`, and needs one:
+    raises `UserError` without.
     """
     harness = _harness(turn.demonstration)
     row: JsonDict = {"responses_create_params": _params(turn)}
@@ -26,8 +27,9 @@ def gym_row(turn: Turn, rewards: Sequence[float | None] = (), agent: str | None 
         row["expected_action"] = _expected(turn.demonstration)
     else:
         row["expected_answer"] = turn.demonstration.text
-    name = agent or (AGENT if harness is None else TERMINUS_AGENT)
-    row["agent_ref"] = {"type": "responses_api_agents", "name": name}
+        if agent is None:
+            raise UserError(f"{turn.id} is a Terminus turn: give --agent NAME, the one of your NeMo-Gym configuration")
+    row["agent_ref"] = {"type": "responses_api_agents", "name": agent or AGENT}
     scored = [reward for reward in rewards if reward is not None]
     if scored:
         row["pass_rate"] = sum(scored) / len(scored)

@@ -9,6 +9,7 @@ import pytest
 
 from pivotrl import config
 from pivotrl.cli import main
+from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl, write_jsonl
 from pivotrl.trajectories.gym_rows import gym_row
 from pivotrl.trajectories.reader import read_trajectories
@@ -30,7 +31,7 @@ def all_turns(path: Path) -> list[Turn]:
 def test_pivot_rows_read_back(shared_data: Path, tmp_path: Path, name: str) -> None:
     turns = all_turns(shared_data / name)
     file = tmp_path / "rows.jsonl"
-    write_jsonl(file, (gym_row(turn, [1.0, 0.0, None, 0.5]) for turn in turns))
+    write_jsonl(file, (gym_row(turn, [1.0, 0.0, None, 0.5], "mine") for turn in turns))
     again = all_turns(file)
     assert len(again) == len(turns) > 10
     for old, new in zip(turns, again, strict=True):
@@ -38,6 +39,15 @@ def test_pivot_rows_read_back(shared_data: Path, tmp_path: Path, name: str) -> N
         assert new.demonstration.tool_calls == old.demonstration.tool_calls
         assert old.demonstration.tool_calls or new.demonstration.text == old.demonstration.text
         assert (new.task_id, new.depth, new.domain) == (old.task_id, old.depth, old.domain)
+
+
+def test_terminus_rows_need_an_agent(shared_data: Path) -> None:
+    turn = all_turns(shared_data / "terminal/terminus2_textjson_chat.jsonl")[0]
+    with pytest.raises(UserError, match="--agent"):
+        gym_row(turn)
+    row = gym_row(turn, agent="mine")
+    assert row["expected_answer"] == turn.demonstration.text and row["metadata"]["harness"] == "terminus_2"
+    assert "expected_action" not in row and "pass_rate" not in row
 
 
 def test_a_row_to_the_letter(shared_data: Path) -> None:
