@@ -13,7 +13,6 @@ from pivotrl import config
 from pivotrl.errors import UserError
 from pivotrl.io import write_json, write_jsonl
 from pivotrl.trajectories.duplicates import DigestSet, TurnDigests
-from pivotrl.trajectories.flags import FLAGS
 from pivotrl.trajectories.formats.openai_chat import to_row
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Trajectory, Turn
@@ -35,7 +34,7 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     path = _source(cfg, out)
     tasks = {item.task_id for item in _kept_or_skipped(cfg, path) if isinstance(item, Trajectory)}
     splits = split_tasks(tasks, cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
-    audit = _Audit(cfg.trajectories.drop)
+    audit = _Audit()
     ledger, lines, digests = SplitLedger(), TurnLines(), TurnDigests()
     seen = DigestSet() if cfg.trajectories.deduplicate else None
     temporary = [out / "turns.jsonl.tmp", out / "skipped.jsonl.tmp"]
@@ -127,9 +126,7 @@ def _write(file: IO[str], row: Any) -> None:
 class _Audit:
     """Counts of what was read, kept and skipped."""
 
-    def __init__(self, drop: list[str]) -> None:
-        if unknown := sorted(set(drop) - set(FLAGS)):
-            raise UserError(f"trajectories.drop={unknown}: no such flag. Known: {', '.join(FLAGS)}.")
+    def __init__(self) -> None:
         self.read = self.kept = self.candidates = self.kept_turns = 0
         self.skipped: Counter[str] = Counter()
         self.skipped_turns: Counter[str] = Counter()

@@ -8,6 +8,8 @@ from array import array
 
 from pivotrl.trajectories.schema import JsonDict, Turn
 
+_encode = json.JSONEncoder(sort_keys=True).encode
+
 
 class DigestSet:
     """A set of 64-bit digests in at most 32 bytes each (open addressing), for tens of millions of turns.
@@ -63,18 +65,18 @@ class TurnDigests:
         """8 bytes. Turns of one trajectory must come in order."""
         if turn.trajectory_id != self._trajectory or turn.tools is not self._tools or len(turn.messages) < self._done:
             self._trajectory, self._tools, self._done = turn.trajectory_id, turn.tools, 0
-            self._hash = hashlib.blake2b(json.dumps(turn.tools, sort_keys=True).encode(), digest_size=8)
+            self._hash = hashlib.blake2b(_encode(turn.tools).encode(), digest_size=8)
         for message in turn.messages[self._done :]:
             self._hash.update(_bytes(message))
         self._done = len(turn.messages)
         whole = self._hash.copy()
         action = turn.demonstration
         calls = [[call.name, call.arguments] for call in action.tool_calls]
-        whole.update(json.dumps([action.text, calls], sort_keys=True).encode())
+        whole.update(_encode([action.text, calls]).encode())
         return whole.digest()
 
 
 def _bytes(message: JsonDict) -> bytes:
     calls = [[call["name"], call["arguments"]] for call in message.get("tool_calls", ())]
     parts = [message["role"], message.get("content"), message.get("thinking"), message.get("name"), calls]
-    return json.dumps(parts, sort_keys=True).encode()
+    return _encode(parts).encode()

@@ -24,6 +24,8 @@ _ERROR = re.compile(
 )
 _EXIT = re.compile(r"\[(?:Command finished with|The command completed with) exit code (?!0\b)-?\d+")
 
+_encode = json.JSONEncoder(sort_keys=True).encode
+
 
 def is_error(content: str) -> bool:
     """Whether a tool result reports an error. Only openly marked ones count: `error` somewhere in a page does not."""
@@ -42,7 +44,7 @@ def is_error(content: str) -> bool:
 def action_key(message: JsonDict) -> str:
     """What makes two assistant messages the same action: calls without ids and text; thinking does not count."""
     if calls := message.get("tool_calls"):
-        return json.dumps([[call["name"], call["arguments"]] for call in calls], sort_keys=True)
+        return _encode([[call["name"], call["arguments"]] for call in calls])
     return "text:" + message.get("content", "").strip()
 
 

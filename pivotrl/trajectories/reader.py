@@ -1,7 +1,7 @@
 """Reading trajectories: files, folders and globs in any registered format, row by row.
 
 A row that cannot be read becomes a `Skip` with its place and reason. It is never mended, and never stops other rows.
-Memory: one row, and 16 bytes for each id seen.
+Memory: one row, and at most 32 bytes for each id seen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from pivotrl.errors import UserError
 from pivotrl.trajectories import strict_json
+from pivotrl.trajectories.duplicates import DigestSet
 from pivotrl.trajectories.formats import FORMATS, detect
 from pivotrl.trajectories.formats.base import Format
 from pivotrl.trajectories.json_rows import RawRow
@@ -47,7 +48,7 @@ def read_trajectories(path: str, format: str = "auto") -> Iterator[Trajectory | 
 
 
 def _read(path: str, files: list[Path], format: str) -> Iterator[Trajectory | Skip]:
-    seen: set[bytes] = set()
+    seen = DigestSet()
     rows = recognised = 0
     unknown: Skip | None = None
     for file in files:
@@ -60,12 +61,10 @@ def _read(path: str, files: list[Path], format: str) -> Iterator[Trajectory | Sk
                 yield item
                 continue
             recognised += 1
-            digest = hashlib.blake2b(item.id.encode(), digest_size=16).digest()
-            if digest in seen:
+            if not seen.add(hashlib.blake2b(item.id.encode(), digest_size=8).digest()):
                 name, _, line = item.source.rpartition(":")
                 yield Skip(name, int(line), item.id, "duplicate_id", "an earlier trajectory has this id")
                 continue
-            seen.add(digest)
             yield item
         rows += file_rows
         if not file_rows and len(files) > 1:

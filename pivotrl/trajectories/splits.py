@@ -45,23 +45,23 @@ def _rank(seed: int, task: str) -> bytes:
 
 
 class SplitLedger:
-    """Which split every trajectory and task is in. A second one is a leak, and an error.
+    """Which split every trajectory is in that comes in several rows. A second one is a leak, and an error.
 
-    It happens where rows of one trajectory (`meta.trajectory_id`, one row a turn) name different tasks.
+    Tasks cannot leak: the split is a function of the task. Rows of one trajectory (`meta.trajectory_id`, one row a
+    turn) can, where they name different tasks.
     """
 
     def __init__(self) -> None:
         self._sides: dict[str, str] = {}
 
     def add(self, trajectory: Trajectory, split: str) -> None:
-        """Raises `UserError` when the trajectory, or the task of it, is in another split already."""
-        names = {"task": trajectory.task_id, "trajectory": trajectory.meta.get("trajectory_id")}
-        for kind, name in names.items():
-            if name is None or (kind == "trajectory" and name == trajectory.id):
-                continue
-            side = self._sides.setdefault(f"{kind} {name}", split)
-            if side != split:
-                raise UserError(
-                    f"{trajectory.source}: {kind} {str(name)[:80]!r} is in the splits {side} and {split}: "
-                    "its rows name different tasks. Give all rows of a trajectory one task_id."
-                )
+        """Raises `UserError` when rows of the same trajectory are in another split already."""
+        name = trajectory.meta.get("trajectory_id")
+        if not isinstance(name, str) or name == trajectory.id:
+            return
+        side = self._sides.setdefault(name, split)
+        if side != split:
+            raise UserError(
+                f"{trajectory.source}: trajectory {name[:80]!r} is in the splits {side} and {split}: its rows name "
+                "different tasks. Give all rows of a trajectory one task_id."
+            )

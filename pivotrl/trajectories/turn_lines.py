@@ -10,6 +10,8 @@ from typing import Any
 
 from pivotrl.trajectories.schema import JsonDict, Turn
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # one encoder: `json.dumps` builds a new one for every call
+
 
 class TurnLines:
     def __init__(self) -> None:
@@ -46,4 +48,4 @@ class TurnLines:
 
 
 def _dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return _encode(value).encode("utf-8")
