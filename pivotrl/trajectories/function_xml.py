@@ -79,13 +79,15 @@ def _text_part(pieces: list[str]) -> tuple[str, list[str]]:
 
 def _read(text: str, head: re.Match[str], schemas: dict[str, JsonDict]) -> _Read:
     name, position = head.group(1), head.end()
+    following = HEAD.search(text, position)  # a call ends before the next begins: this keeps the whole parse linear
+    limit = following.start() if following else len(text)
     arguments: JsonDict = {}
     properties = schemas.get(name, {})
     problem = None if name else "missing_name"
-    while match := PARAMETER.match(text, position):
+    while match := PARAMETER.match(text, position, limit):
         key, raw = match.groups()
         position = match.end()
-        if "<parameter=" in raw or "</function>" in raw or "<function=" in raw:
+        if "<parameter=" in raw or "</function>" in raw:
             problem = problem or "unclosed_parameter"
         if not key or key in arguments:
             problem = problem or ("duplicate_parameter" if key else "missing_parameter_name")
@@ -93,10 +95,9 @@ def _read(text: str, head: re.Match[str], schemas: dict[str, JsonDict]) -> _Read
             arguments[key] = typed_value(raw.removeprefix("\n").removesuffix("\n"), properties.get(key))
         except ValueError:
             problem = problem or f"bad_value: {key[:40]}"
-    tail = TAIL.match(text, position)
+    tail = TAIL.match(text, position, limit)
     if tail is None:
-        following = HEAD.search(text, head.end())
-        return _Read(None, following.start() if following else len(text), problem or "unclosed_function")
+        return _Read(None, limit, problem or "unclosed_function")
     return _Read(None if problem else ToolCall(name, arguments), tail.end(), problem)
 
 

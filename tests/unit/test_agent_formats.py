@@ -16,6 +16,7 @@ from pivotrl.trajectories.formats import detect
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Trajectory, Turn
 from pivotrl.trajectories.turns import split_turns
+from tests.unit.test_reader import places
 
 
 def only(path: Path) -> Trajectory:
@@ -257,3 +258,35 @@ def test_every_shared_row_has_one_reader(shared_data: Path) -> None:
         text = file.read_text(encoding="utf-8")
         found = detect(json.loads(text if name.endswith((".json", ".traj")) else text.split("\n")[0]))
         assert found is not None and found.name == format, name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["swe/raw/sweagent_function_calling_simple.traj", "swe/raw/sweagent_humanevalfix_thought_action.traj",
+     "swe/raw/mini_swe_local.traj.json", "swe/raw/openhands_events_basic.json", "tau2/simulation_run_example.json",
+     "search/webdancer_hermes_raw.jsonl", "swe/swesmith_xml_chat.jsonl", "terminal/terminus2_textjson_chat.jsonl"],
+)  # fmt: skip
+def test_a_file_broken_anywhere_is_read_or_skipped(shared_data: Path, tmp_path: Path, name: str) -> None:
+    """Values of a row are replaced, at up to 150 places, by values of other types: no exception but a `UserError`."""
+    text = (shared_data / name).read_text(encoding="utf-8")
+    text = text.split("\n")[0] if name.endswith(".jsonl") else text
+    row = {"messages": value} if isinstance(value := json.loads(text), list) and "role" in value[0] else value
+    row = {"events": row} if isinstance(row, list) else row
+    strange: list[Any] = [None, 7, True, "", "x", [], {}, [None], [[]], {"a": {}}, ["x"], {"type": "text"}]
+    found = places(row)
+    rows = []
+    for i, place in enumerate(found[1 :: max(len(found) // 150, 1)]):
+        copy = json.loads(json.dumps(row))
+        parent = copy
+        for key in place[:-1]:
+            parent = parent[key]
+        parent[place[-1]] = strange[i % len(strange)]
+        rows.append({**copy, "n": i})
+    file = tmp_path / "broken.jsonl"
+    file.write_text("\n".join(json.dumps(r) for r in [*rows, ROWS[0]]), encoding="utf-8")
+    items = list(read_trajectories(str(file)))
+    assert len(items) == len(rows) + 1 > 10
+    for item in items:
+        if isinstance(item, Trajectory):
+            assert all(isinstance(m.get("content", ""), str) for m in item.messages)
+            list(split_turns(item, "train"))

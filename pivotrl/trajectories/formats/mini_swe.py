@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from pivotrl.trajectories.formats.base import BASH_TOOL, Format, Parsed, bash_call, describe, text_assistants
-from pivotrl.trajectories.normalise import messages_of, text_of, tools_of
+from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 BLOCK = re.compile(r"```(?:mswea_bash_command|bash)\s*\n(.*?)\n```", re.DOTALL)
@@ -29,7 +29,9 @@ def _parse(row: JsonDict) -> Parsed:
     unusable: dict[str, str] = {}
     called = uses_text = False
     for i, message in enumerate(row["messages"]):
-        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            raise RowError("bad_messages", f"messages[{i}] is not an object")
+        role = message.get("role")
         if role == "exit":  # the agent's own mark at the end of a run; no model sees it
             continue
         if role == "assistant" and not message.get("tool_calls"):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from pivotrl.trajectories.formats import hermes
 from pivotrl.trajectories.formats.base import Format, Parsed
@@ -18,14 +19,16 @@ def _matches(row: JsonDict) -> bool:
     messages = row.get("messages")
     if not isinstance(messages, list) or "functions" not in row:
         return False
-    return any(
-        isinstance(m, dict) and isinstance(m.get("content"), str) and PREAMBLE.match(m["content"]) for m in messages[:2]
-    )
+    return any(_has_text(m) and PREAMBLE.match(m["content"]) for m in messages[:2])
+
+
+def _has_text(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), str)
 
 
 def _parse(row: JsonDict) -> Parsed:
     messages: list[JsonDict] = [
-        {**m, "content": PREAMBLE.sub("", m["content"])} if i < 2 and isinstance(m.get("content"), str) else m
+        {**m, "content": PREAMBLE.sub("", m["content"])} if i < 2 and _has_text(m) else m
         for i, m in enumerate(row["messages"])
     ]
     parsed = hermes.parse_messages(row, messages)
