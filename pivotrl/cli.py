@@ -21,6 +21,8 @@ from pivotrl.errors import UserError
 _OTHER = {
     "run": "The whole pipeline, each stage in its own process; run it again to continue after an interruption.",
     "verify": "Score a file of rows with a verifier: no model, no engine.",
+    "show": "Print one turn of a run for a person: state, demonstrated action, flags, end of the prompt as tokens.",
+    "export-gym": "Write the selected pivots of a run as NeMo-Gym rows.",
     "fetch-model": "Unpack a built-in model and print its folder.",
     "show-config": "Print the resolved configuration, and the conflicts in it.",
 }
@@ -38,6 +40,20 @@ Writes  --output FILE   one row for each, in order: {"id"?, "reward": 0 to 1 or 
 
 Key overrides: domain=..., domain.verifier.name, domain.verifier.options
 Example:       pivotrl verify --input rows.jsonl --output scored.jsonl domain=tau2""",
+    "show": """usage: pivotrl show TURN_ID run_dir=DIR [model=...]
+
+Reads   <run_dir>/turns/turns.jsonl, and profile/turns.jsonl where there is one
+A model (model=..., model.path=..., model.chat_template=...) adds the tokens at the end of the prompt.
+
+Example:       pivotrl show 'airline_3#4' run_dir=runs/demo model=smollm2_135m""",
+    "export-gym": """Reads   <run_dir>/select/pivots.jsonl, <run_dir>/turns/turns.jsonl
+Writes  --output FILE   JSONL rows: responses_create_params, expected_action, agent_ref, pass_rate, ...
+
+--agent NAME is the agent_ref of the rows, a name in NeMo-Gym's configuration (needed for Terminus turns; default:
+single_step_tool_use_with_argument_comparison_agent).
+
+Key overrides: run_dir
+Example:       pivotrl export-gym run_dir=runs/demo --output pivots.jsonl""",
     "fetch-model": """Writes  the model's folder in the user's cache; prints its path
 
 Key overrides: model=... (a model whose path is builtin:NAME)
@@ -89,6 +105,7 @@ def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
     if "-h" in rest or "--help" in rest:
         print(stage_help(command))
         return 0
+    turn_id, rest = (rest[0], rest[1:]) if command == "show" and rest else ("", rest)
     options, overrides = _options(command, rest)
     from pivotrl.configuration import load_config
 
@@ -100,8 +117,16 @@ def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
         from pivotrl.pipeline import run
 
         return run(cfg, overrides)
+    if command == "show":
+        if not turn_id or turn_id.startswith(("--", "run_dir=")):
+            raise UserError("give the turn's id first (see `pivotrl show --help`)")
+        from pivotrl.turn_tools import show_turn
+
+        print(show_turn(cfg, turn_id, any(item.startswith("model") for item in overrides)))
+        return 0
     handlers: dict[str, Callable[[Any, dict[str, str]], int]] = {
         "verify": _verify,
+        "export-gym": _export_gym,
         "fetch-model": _fetch_model,
         "show-config": _show_config,
     }
@@ -109,8 +134,9 @@ def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
 
 
 def _options(command: str, rest: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Options (`--config-dir`, and `--input`, `--output` of verify) and Hydra overrides, in any order."""
-    known = ("input", "output", "config-dir") if command == "verify" else ("config-dir",)
+    """Options (`--config-dir`, and those of the command) and Hydra overrides, in any order."""
+    own = {"verify": ("input", "output"), "export-gym": ("output", "agent")}
+    known = (*own.get(command, ()), "config-dir")
     options: dict[str, str] = {}
     overrides: list[str] = []
     items = iter(rest)
@@ -209,6 +235,17 @@ def _verify(cfg: Any, options: dict[str, str]) -> int:
 
     total = write_jsonl(Path(options["output"]), scored())
     print(f"verify: {total} rows ({', '.join(f'{n} {k}' for k, n in counts.items() if n)}) -> {options['output']}")
+    return 0
+
+
+def _export_gym(cfg: Any, options: dict[str, str]) -> int:
+    if "output" not in options:
+        raise UserError("give --output FILE (see `pivotrl export-gym --help`)")
+    from pivotrl.turn_tools import export_gym
+
+    counts = export_gym(Path(cfg.run_dir), Path(options["output"]), options.get("agent"))
+    left_out = "".join(f", {n} left out: {reason}" for reason, n in counts["left_out"].items())
+    print(f"export-gym: {counts['rows']} rows{left_out} -> {options['output']}")
     return 0
 
 

@@ -18,6 +18,8 @@ class Trajectories:
     warmup_fraction: float = 0.2  # of the tasks; SFT that gives pi_0 format ability
     validation_fraction: float = 0.1  # of the tasks; held out from warm-up and training
     min_reward: float | None = None  # drop trajectories whose recorded reward is lower (needs meta.reward)
+    drop: list[str] = field(default_factory=list)  # leave out turns with a flag: next_error, run_failed, repeated, last
+    deduplicate: bool = True  # of turns with equal state and action, in whatever trajectories, keep the first
 
 
 @dataclass

@@ -68,7 +68,7 @@ def score(
 ) -> list[Rollout]:
     rollouts = []
     for index, completion in enumerate(completions, start=first_index):
-        action = renderer.parse(completion.token_ids)
+        action = renderer.parse(completion.token_ids, state.turn.tools)
         verdict = verifier.verify(state.turn, action)
         rollouts.append(Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, verdict))
     return rollouts

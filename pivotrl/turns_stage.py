@@ -12,10 +12,12 @@ from typing import IO, Any
 from pivotrl import config
 from pivotrl.errors import UserError
 from pivotrl.io import write_json, write_jsonl
+from pivotrl.trajectories.duplicates import DigestSet, TurnDigests
 from pivotrl.trajectories.formats.openai_chat import to_row
 from pivotrl.trajectories.reader import Skip, read_trajectories
-from pivotrl.trajectories.schema import Trajectory
-from pivotrl.trajectories.splits import SPLITS, split_tasks
+from pivotrl.trajectories.schema import Trajectory, Turn
+from pivotrl.trajectories.splits import SPLITS, SplitLedger, split_tasks
+from pivotrl.trajectories.turn_lines import TurnLines
 from pivotrl.trajectories.turns import split_turns
 
 
@@ -23,7 +25,8 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     """Read, split and audit. Returns the summary, which is written last: with it the stage is done.
 
     Two passes over the input (the first learns the tasks), so memory does not grow with it. Every row is accounted for:
-    read = kept + sum(skipped), for trajectories and for turns. Raises `UserError` when no turn is left (audit written).
+    read = kept + sum(skipped), for trajectories and for turns. Raises `UserError` when no turn is left (audit written),
+    and for a trajectory that two splits would share.
     """
     out = run_dir / "turns"
     out.mkdir(parents=True, exist_ok=True)
@@ -32,19 +35,23 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     tasks = {item.task_id for item in _kept_or_skipped(cfg, path) if isinstance(item, Trajectory)}
     splits = split_tasks(tasks, cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
     audit = _Audit()
+    ledger, lines, digests = SplitLedger(), TurnLines(), TurnDigests()
+    seen = DigestSet() if cfg.trajectories.deduplicate else None
     temporary = [out / "turns.jsonl.tmp", out / "skipped.jsonl.tmp"]
-    with temporary[0].open("w", encoding="utf-8") as turns, temporary[1].open("w", encoding="utf-8") as skipped:
+    with temporary[0].open("wb") as turns, temporary[1].open("w", encoding="utf-8") as skipped:
         for item in _kept_or_skipped(cfg, path):
             audit.add(item)
             if isinstance(item, Skip):
                 _write(skipped, {"kind": "trajectory", **item.to_json()})
                 continue
-            for turn in split_turns(item, splits[item.task_id]):
+            ledger.add(item, splits[item.task_id])
+            for found in split_turns(item, splits[item.task_id]):
+                turn = _filtered(found, cfg.trajectories.drop, seen, digests)
                 audit.add_turn(turn)
                 if isinstance(turn, Skip):
                     _write(skipped, {"kind": "turn", **turn.to_json()})
                 else:
-                    _write(turns, turn.to_json())
+                    turns.write(lines.line(turn))
     for file in temporary:
         file.replace(file.with_suffix(""))
     summary = audit.summary(len(splits))
@@ -54,6 +61,19 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no turn was kept ({reasons}). See {out / 'skipped.jsonl'} for each row's reason.")
     write_json(out / "summary.json", summary)
     return summary
+
+
+def _filtered(turn: Turn | Skip, drop: list[str], seen: DigestSet | None, digests: TurnDigests) -> Turn | Skip:
+    """The turn, or why configuration leaves it out: a flag of `trajectories.drop`, or a copy of an earlier turn."""
+    if isinstance(turn, Skip):
+        return turn
+    name, _, line = turn.source.rpartition(":")
+    for flag in turn.flags:
+        if flag in drop:
+            return Skip(name, int(line), turn.id, flag, f"trajectories.drop has {flag}")
+    if seen is not None and not seen.add(digests.of(turn)):
+        return Skip(name, int(line), turn.id, "duplicate_turn", "an earlier turn has this state and action")
+    return turn
 
 
 def _source(cfg: config.Config, out: Path) -> str:
@@ -111,6 +131,7 @@ class _Audit:
         self.skipped: Counter[str] = Counter()
         self.skipped_turns: Counter[str] = Counter()
         self.by_split: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
+        self.by_flag: Counter[str] = Counter()
         self.files: dict[str, Counter[str]] = {}
 
     def add(self, item: Trajectory | Skip) -> None:
@@ -125,13 +146,14 @@ class _Audit:
             self.kept += 1
             file["kept"] += 1
 
-    def add_turn(self, item: Any) -> None:
+    def add_turn(self, item: Turn | Skip) -> None:
         self.candidates += 1
         if isinstance(item, Skip):
             self.skipped_turns[item.reason] += 1
         else:
             self.kept_turns += 1
             self.by_split[item.split] += 1
+            self.by_flag.update(item.flags)
 
     def summary(self, tasks: int) -> dict[str, Any]:
         return {
@@ -141,6 +163,7 @@ class _Audit:
                 "kept": self.kept_turns,
                 "skipped": dict(sorted(self.skipped_turns.items())),
                 "by_split": dict(self.by_split),
+                "flags": dict(sorted(self.by_flag.items())),
             },
             "tasks": tasks,
             "files": {name: dict(counts) for name, counts in self.files.items()},

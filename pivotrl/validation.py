@@ -15,6 +15,7 @@ from pivotrl.errors import UserError
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
+from pivotrl.trajectories.flags import FLAGS
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.policy": ("fp32", "bf16"),
@@ -163,6 +164,9 @@ def _choices(cfg: Config) -> Iterator[str]:
         value = get(cfg, key)
         if value is not None and value not in choices:
             yield f"{key}={value!r} is not one of {', '.join(choices)}.{suggestion(value, list(choices))}"
+    for flag in cfg.trajectories.drop:
+        if flag not in FLAGS:
+            yield f"trajectories.drop has {flag!r}, not one of {', '.join(FLAGS)}.{suggestion(flag, list(FLAGS))}"
     for policy in cfg.evaluate.policies:
         if policy not in _POLICIES:
             hint = suggestion(policy, list(_POLICIES))

@@ -33,7 +33,7 @@ class EngineActor:
         groups = self.engine.generate([prompts[i] for i in fits], self.sampling, 1, seeds) if fits else []
         actions: list[Action | None] = [None] * len(prompts)
         for i, (completion,) in zip(fits, groups, strict=True):
-            actions[i] = self.renderer.parse(completion.token_ids)
+            actions[i] = self.renderer.parse(completion.token_ids, views[i][1])
             self.cost["prompt"] += len(prompts[i])
             self.cost["cached"] += completion.cached_prompt_tokens
             self.cost["generated"] += len(completion.token_ids)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pivotrl.errors import UserError
-from pivotrl.rendering.parsing import format_action, get_action_format
+from pivotrl.rendering.parsing import format_action, get_action_format, parse_action
 from pivotrl.trajectories.schema import Action, JsonDict
 
 CACHED_PROMPTS = 512  # rendered states whose ids are kept: the G or K samples of a turn ask for them again
@@ -89,10 +89,13 @@ class Renderer:
         text: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def parse(self, ids: Sequence[int]) -> Action:
-        """The action of a completion's ids; thinking that the prompt opened counts as thinking. Total."""
+    def parse(self, ids: Sequence[int], tools: Sequence[JsonDict] = ()) -> Action:
+        """The action of a completion's ids; thinking that the prompt opened counts as thinking. Total.
+
+        `tools`: those of the state, whose schemas type the values of formats that write them as bare text.
+        """
         text = self.decode(ids)
-        return get_action_format(self.action_format).parse(f"<think>\n{text}" if self.thinking_open else text)
+        return parse_action(f"<think>\n{text}" if self.thinking_open else text, self.action_format, tools)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, no special token added."""

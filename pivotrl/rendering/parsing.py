@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pivotrl.errors import UserError
+from pivotrl.trajectories.function_xml import format_function_xml, parse_function_xml
 from pivotrl.trajectories.hermes_text import format_hermes, parse_hermes
+from pivotrl.trajectories.llama_json import format_llama_json, parse_llama_json
 from pivotrl.trajectories.normalise import RowError, arguments_of, assistant_message
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
+from pivotrl.trajectories.terminus_text import format_terminus_text, parse_terminus_text
 
 
 @dataclass(frozen=True)
 class ActionFormat:
-    """`parse` is total and mends nothing; `parse(format(action)) == action` where the text holds no markup."""
+    """`parse(text, tools)` is total and mends nothing; `parse(format(action), tools) == action` where the text holds no
+    markup. `tools` are those of the state: only their schemas say which values of an untyped grammar are no strings."""
 
     name: str
-    parse: Callable[[str], Action]
+    parse: Callable[[str, Sequence[JsonDict]], Action]
     format: Callable[[Action], str]
 
 
+def _hermes(text: str, tools: Sequence[JsonDict]) -> Action:
+    return parse_hermes(text)
+
+
+#: Names as vLLM calls its tool parsers; terminus is content that a harness reads.
 ACTION_FORMATS: dict[str, ActionFormat] = {
-    "hermes": ActionFormat("hermes", parse_hermes, format_hermes),
+    item.name: item
+    for item in (
+        ActionFormat("hermes", _hermes, format_hermes),
+        ActionFormat("qwen3_coder", parse_function_xml, format_function_xml),
+        ActionFormat("llama3_json", parse_llama_json, format_llama_json),
+        ActionFormat("terminus", parse_terminus_text, format_terminus_text),
+    )
 }
 
 
@@ -33,9 +48,9 @@ def get_action_format(name: str) -> ActionFormat:
     return ACTION_FORMATS[name]
 
 
-def parse_action(text: str, action_format: str = "hermes") -> Action:
+def parse_action(text: str, action_format: str = "hermes", tools: Sequence[JsonDict] = ()) -> Action:
     """Completion text (without its stop token) -> Action. Never raises for any text."""
-    return get_action_format(action_format).parse(text)
+    return get_action_format(action_format).parse(text, tools)
 
 
 def format_action(action: Action, action_format: str = "hermes") -> str:

@@ -21,6 +21,7 @@ SPACE = b" \t\r\n"
 class RawRow:
     line: int  # from 1: where the row begins
     data: bytes
+    element: bool = False  # of a top-level array
 
 
 def raw_rows(stream: IO[bytes], name: str) -> Iterator[RawRow]:
@@ -116,4 +117,5 @@ def _rest(tail: bytes, stream: IO[bytes], line: int) -> Iterator[RawRow]:
 
 def _trimmed(element: bytes | bytearray, line: int) -> RawRow:
     data = bytes(element)
-    return RawRow(line + data[: len(data) - len(data.lstrip(SPACE))].count(b"\n"), data.strip(SPACE))
+    start = line + data[: len(data) - len(data.lstrip(SPACE))].count(b"\n")
+    return RawRow(start, data.strip(SPACE), element=True)

@@ -1,29 +1,26 @@
-"""Reading trajectories: files, folders and globs of JSONL, JSON and .gz in any registered format, row by row.
+"""Reading trajectories: files, folders and globs in any registered format, row by row.
 
 A row that cannot be read becomes a `Skip` with its place and reason. It is never mended, and never stops other rows.
-Memory: one row, and 16 bytes for each id seen.
+Memory: one row, and at most 32 bytes for each id seen.
 """
 
 from __future__ import annotations
 
-import glob
-import gzip
 import hashlib
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pivotrl.errors import UserError
 from pivotrl.trajectories import strict_json
+from pivotrl.trajectories.duplicates import DigestSet
 from pivotrl.trajectories.formats import FORMATS, detect
 from pivotrl.trajectories.formats.base import Format
-from pivotrl.trajectories.json_rows import RawRow, raw_rows
+from pivotrl.trajectories.json_rows import RawRow
 from pivotrl.trajectories.normalise import RowError
 from pivotrl.trajectories.schema import JsonDict, Trajectory
-
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".traj", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".traj.gz")
+from pivotrl.trajectories.sources import BrokenFile, find_files, rows_of
 
 
 @dataclass(frozen=True)
@@ -40,21 +37,6 @@ class Skip:
         return asdict(self)
 
 
-def find_files(path: str) -> list[Path]:
-    """Files of a file, folder (recursive) or glob, sorted. Raises `UserError` when there are none."""
-    place = Path(path)
-    places = [place] if place.exists() else [Path(p) for p in sorted(glob.glob(path, recursive=True))]
-    if not places:
-        raise UserError(f"trajectories.path={path}: no such file, folder or match. Give a path that exists.")
-    found: dict[Path, None] = {}
-    for place in places:
-        inside = sorted(place.rglob("*")) if place.is_dir() else [place]
-        found.update((p, None) for p in inside if p.is_file() and (p == place or p.name.endswith(SUFFIXES)))
-    if not found:
-        raise UserError(f"trajectories.path={path}: no {', '.join(SUFFIXES[:4])} file in there (or .gz of one).")
-    return list(found)
-
-
 def read_trajectories(path: str, format: str = "auto") -> Iterator[Trajectory | Skip]:
     """Trajectories of `path` in order, with a `Skip` for each row that cannot be read.
 
@@ -66,7 +48,7 @@ def read_trajectories(path: str, format: str = "auto") -> Iterator[Trajectory | 
 
 
 def _read(path: str, files: list[Path], format: str) -> Iterator[Trajectory | Skip]:
-    seen: set[bytes] = set()
+    seen = DigestSet()
     rows = recognised = 0
     unknown: Skip | None = None
     for file in files:
@@ -79,12 +61,10 @@ def _read(path: str, files: list[Path], format: str) -> Iterator[Trajectory | Sk
                 yield item
                 continue
             recognised += 1
-            digest = hashlib.blake2b(item.id.encode(), digest_size=16).digest()
-            if digest in seen:
+            if not seen.add(hashlib.blake2b(item.id.encode(), digest_size=8).digest()):
                 name, _, line = item.source.rpartition(":")
                 yield Skip(name, int(line), item.id, "duplicate_id", "an earlier trajectory has this id")
                 continue
-            seen.add(digest)
             yield item
         rows += file_rows
         if not file_rows and len(files) > 1:
@@ -101,44 +81,58 @@ def _read(path: str, files: list[Path], format: str) -> Iterator[Trajectory | Sk
 def _read_file(file: Path, format: str, many: bool) -> Iterator[Trajectory | Skip]:
     prefix = file.name if not many else f"{file.parent.name}/{file.name}"
     try:
-        with _open(file) as stream:
-            for raw in raw_rows(stream, file.name.removesuffix(".gz")):
-                yield _read_row(file, prefix, raw, format)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        yield Skip(str(file), 0, None, "bad_compression", f"gzip stream broken: {error}")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}.") from error
+        for raw in rows_of(file):
+            yield from _read_row(file, prefix, raw, format)
+    except BrokenFile as error:
+        yield Skip(str(file), 0, None, error.reason, error.detail)
 
 
-def _open(file: Path) -> IO[bytes]:
-    if file.name.endswith(".gz"):
-        return gzip.open(file, "rb")  # type: ignore[return-value]
-    return file.open("rb")
-
-
-def _read_row(file: Path, prefix: str, raw: RawRow, format: str) -> Trajectory | Skip:
+def _read_row(file: Path, prefix: str, raw: RawRow, format: str) -> Iterator[Trajectory | Skip]:
+    """The trajectory of a row, or those of a row that is a whole file of runs."""
     identity: str | None = None
     try:
-        row = strict_json.loads(raw.data)
-        if isinstance(row, list) and row and isinstance(row[0], dict) and "role" in row[0]:
-            row = {"messages": row}  # a bare list of messages
-        if not isinstance(row, dict):
-            raise RowError("not_an_object", f"the row is a {type(row).__name__}")
-        identity = str(row["id"])[:200] if isinstance(row.get("id"), (str, int)) else None
+        row = _row(strict_json.loads(raw.data))
+        identity = _identity(row)
         reader = _reader(row, format)
-        parsed = reader.parse(row)
-        identity = parsed.id or f"{prefix}:{raw.line}"
-        return Trajectory(
-            id=identity,
-            domain=parsed.domain,
-            messages=parsed.messages,
-            tools=parsed.tools,
-            task_id=parsed.task_id or identity,
-            meta=parsed.meta,
-            source=f"{file}:{raw.line}",
-        )
+        inner = reader.expand(row) if reader.expand else None
     except (RowError, strict_json.StrictJsonError) as error:
-        return Skip(str(file), raw.line, identity, error.reason, error.detail)
+        yield Skip(str(file), raw.line, identity, error.reason, error.detail)
+        return
+    for i, run in enumerate([row] if inner is None else inner):
+        name = f"{prefix}:{raw.line}" if inner is None else f"{prefix}:{raw.line}[{i}]"
+        identity = _identity(run)
+        try:
+            parsed = reader.parse(run)
+            identity = parsed.id or name
+            yield Trajectory(
+                id=identity,
+                domain=parsed.domain,
+                messages=parsed.messages,
+                tools=parsed.tools,
+                task_id=parsed.task_id or identity,
+                meta=parsed.meta,
+                source=f"{file}:{raw.line}",
+            )
+        except RowError as error:
+            yield Skip(str(file), raw.line, identity, error.reason, error.detail)
+
+
+def _row(value: Any) -> JsonDict:
+    """A decoded row as an object: a bare list of messages or events gets its key, a JSON string of messages is read."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        if "role" in value[0]:
+            value = {"messages": value}
+        elif "action" in value[0] or "observation" in value[0]:
+            value = {"events": value}
+    if not isinstance(value, dict):
+        raise RowError("not_an_object", f"the row is a {type(value).__name__}")
+    if isinstance(value.get("messages"), str):
+        value = {**value, "messages": strict_json.loads(value["messages"])}
+    return value
+
+
+def _identity(row: JsonDict) -> str | None:
+    return str(row["id"])[:200] if isinstance(row.get("id"), (str, int)) else None
 
 
 def _reader(row: JsonDict, format: str) -> Format:

@@ -84,6 +84,7 @@ class Turn:
     tools: list[JsonDict]
     demonstration: Action
     source: str = ""  # "file:line"
+    flags: list[str] = field(default_factory=list)  # names of `trajectories.flags`
 
     def to_json(self) -> JsonDict:
         # Not `asdict`: it would copy the whole state deeply for every turn.

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 from pivotrl.errors import UserError
+from pivotrl.trajectories.schema import Trajectory
 
 SPLITS = ("warmup", "train", "validation")
 
@@ -41,3 +42,26 @@ def _count(fraction: float, total: int) -> int:
 
 def _rank(seed: int, task: str) -> bytes:
     return hashlib.blake2b(f"{seed}\0{task}".encode(), digest_size=16).digest()
+
+
+class SplitLedger:
+    """Which split every trajectory is in that comes in several rows. A second one is a leak, and an error.
+
+    Tasks cannot leak: the split is a function of the task. Rows of one trajectory (`meta.trajectory_id`, one row a
+    turn) can, where they name different tasks.
+    """
+
+    def __init__(self) -> None:
+        self._sides: dict[str, str] = {}
+
+    def add(self, trajectory: Trajectory, split: str) -> None:
+        """Raises `UserError` when rows of the same trajectory are in another split already."""
+        name = trajectory.meta.get("trajectory_id")
+        if not isinstance(name, str) or name == trajectory.id:
+            return
+        side = self._sides.setdefault(name, split)
+        if side != split:
+            raise UserError(
+                f"{trajectory.source}: trajectory {name[:80]!r} is in the splits {side} and {split}: its rows name "
+                "different tasks. Give all rows of a trajectory one task_id."
+            )

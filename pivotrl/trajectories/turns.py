@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pivotrl.trajectories.flags import turn_flags
 from pivotrl.trajectories.normalise import action_of
 from pivotrl.trajectories.reader import Skip
 from pivotrl.trajectories.schema import JsonDict, Trajectory, Turn
@@ -17,9 +18,14 @@ def merge_pieces(messages: list[JsonDict]) -> list[JsonDict]:
     follows a message with calls directly is left as it is: the model was not called before a result came, so
     `split_turns` makes no turn of it.
     """
-    result: list[JsonDict] = []
-    for message in messages:
-        last = result[-1] if result else {}
+    return [message for message, _ in _merged(messages)]
+
+
+def _merged(messages: list[JsonDict]) -> list[tuple[JsonDict, list[int]]]:
+    """(message, indices of its pieces)."""
+    result: list[tuple[JsonDict, list[int]]] = []
+    for i, message in enumerate(messages):
+        last, pieces = result[-1] if result else ({}, [])
         if message["role"] == "assistant" == last.get("role") and "tool_calls" not in last:
             joined: JsonDict = {"role": "assistant"}
             for key in ("content", "thinking"):
@@ -27,24 +33,31 @@ def merge_pieces(messages: list[JsonDict]) -> list[JsonDict]:
                     joined[key] = text
             if "tool_calls" in message:
                 joined["tool_calls"] = message["tool_calls"]
-            result[-1] = joined
+            result[-1] = (joined, [*pieces, i])
         else:
-            result.append(message)
+            result.append((message, [i]))
     return result
 
 
 def split_turns(trajectory: Trajectory, split: str) -> Iterator[Turn | Skip]:
     """A `Turn` for each assistant turn (state: all messages before it, thinking kept: the template drops it), or a
-    `Skip`: `empty_action`, `unclosed_thinking`, `not_a_boundary` (see `merge_pieces`), `empty_state`.
+    `Skip`: `empty_action`, `unclosed_thinking`, `not_a_boundary` (see `merge_pieces`), `empty_state`, or what a reader
+    found (`meta.unusable_messages`: index of a message -> "reason" or "reason: detail").
     """
-    messages = merge_pieces(trajectory.messages)
+    merged = _merged(trajectory.messages)
+    messages = [message for message, _ in merged]
+    marked = trajectory.meta.get("unusable_messages")
+    unusable = marked if isinstance(marked, dict) else {}
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     name, _, line = trajectory.source.rpartition(":")
+    seen: set[str] = set()
     for depth, place in enumerate(places):
+        flags = turn_flags(messages, place, place == places[-1], seen, trajectory.meta.get("reward"))
         if trajectory.meta.get("only_last_turn") and place != places[-1]:
             continue
         identity = f"{trajectory.id}#{depth}"
-        problem = _problem(messages, place)
+        why = next((str(unusable[str(i)]) for i in merged[place][1] if str(i) in unusable), None)
+        problem = _problem(messages, place) if why is None else _split_reason(why)
         if problem is not None:
             yield Skip(name, int(line) if line.isdigit() else 0, identity, *problem)
             continue
@@ -59,7 +72,13 @@ def split_turns(trajectory: Trajectory, split: str) -> Iterator[Turn | Skip]:
             tools=trajectory.tools,
             demonstration=action_of(messages[place]),
             source=trajectory.source,
+            flags=flags,
         )
+
+
+def _split_reason(why: str) -> tuple[str, str]:
+    reason, _, detail = why.partition(": ")
+    return reason, detail or "found by its reader"
 
 
 def _problem(messages: list[JsonDict], place: int) -> tuple[str, str] | None:

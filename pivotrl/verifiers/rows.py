@@ -24,7 +24,8 @@ def verify_rows(
     verifier = get_verifier(settings or config.VerifierConfig())
     for row in rows:
         try:
-            turn, action = _turn(row), _completion(row, action_format)
+            turn = _turn(row)
+            action = _completion(row, action_format, turn.tools)
             verdict = verifier.verify(turn, action)
         except RowError as error:
             verdict = Verdict(None, "bad_row", {"error": f"{error.reason}: {error.detail}"})
@@ -48,10 +49,10 @@ def _turn(row: Any) -> Turn:
     return Turn(identity, identity, identity, 0, domain, "train", messages, tools_of(row.get("tools")), demonstration)
 
 
-def _completion(row: JsonDict, action_format: str) -> Action:
+def _completion(row: JsonDict, action_format: str, tools: list[JsonDict]) -> Action:
     completion = row.get("completion")
     if isinstance(completion, str):
-        return parse_action(completion, action_format)
+        return parse_action(completion, action_format, tools)
     if isinstance(completion, dict):
         return action_from_message(completion)
     raise RowError("missing_key", "completion: give the text or the assistant message to judge")

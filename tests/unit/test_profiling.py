@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ class Letters:
     def prompt_ids(self, messages, tools) -> list[int]:
         return [ord(c) for m in messages for c in m["content"]]
 
-    def parse(self, ids: Sequence[int]) -> Action:
+    def parse(self, ids: Sequence[int], tools: Sequence[Any] = ()) -> Action:
         return Action("".join(chr(i) for i in ids if i != STOP))
 
 

@@ -13,11 +13,15 @@ from hypothesis import strategies as st
 from pivotrl import config
 from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl
-from pivotrl.trajectories.reader import Skip
+from pivotrl.trajectories.duplicates import DigestSet
+from pivotrl.trajectories.flags import is_error
+from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Trajectory, Turn
 from pivotrl.trajectories.splits import split_tasks
+from pivotrl.trajectories.turn_lines import TurnLines
 from pivotrl.trajectories.turns import split_turns
 from pivotrl.turns_stage import run_turns
+from pivotrl.validation import conflicts
 
 USER = {"role": "user", "content": "u"}
 SAID = {"role": "assistant", "content": "a", "thinking": "t"}
@@ -126,3 +130,83 @@ def test_an_environment_expert_writes_what_is_read(tmp_path: Path) -> None:
 def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"trajectories\.path"):
         run_turns(config.Config(), tmp_path)
+
+
+def test_flags() -> None:
+    failed = {**RESULT, "content": "Error: no such order"}
+    items = turns(USER, CALLED, failed, CALLED, RESULT, SAID, reward=0.0)
+    assert [t.flags for t in items if isinstance(t, Turn)] == [
+        ["next_error", "run_failed"], ["run_failed", "repeated"], ["run_failed", "last"],
+    ]  # fmt: skip
+    assert [t.flags for t in turns(USER, SAID, reward=1)] == [["last"]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("Error: x", True), ("Traceback (most recent call last):\n", True), ("<returncode>1</returncode>", True),
+        ("<returncode>0</returncode>", False), ('{"error": "x"}', True), ('{"error": null}', False), ("", False),
+        ('{"success": false}', True), ("ls: cannot\n[Command finished with exit code 2]", True),
+        ("ValueError: x", True),
+        ("[Command finished with exit code 0]", False), ("No errors found", False), ("{" * 100_000, False),
+    ],
+)  # fmt: skip
+def test_only_marked_results_are_errors(content: str, error: bool) -> None:
+    assert is_error(content) is error
+
+
+def chat_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps({"messages": [USER, CALLED, RESULT, SAID], **row}) + "\n" for row in rows))
+    return path
+
+
+def test_filters_by_flag_and_copies_are_audited(tmp_path: Path) -> None:
+    raw_call = {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": {}}}]}
+    other_id = [USER, raw_call, {"role": "tool", "tool_call_id": "x", "content": "r"}, SAID]
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}
+    first = {"id": "a", "messages": [USER, called, RESULT, SAID]}
+    file = chat_rows(tmp_path / "x.jsonl", first, {"id": "b", "messages": other_id})
+    summary = run_turns(configured(file), tmp_path / "run")
+    assert summary["turns"]["skipped"] == {"duplicate_turn": 2} and summary["turns"]["kept"] == 2
+    summary = run_turns(configured(file, deduplicate=False), tmp_path / "run")
+    assert summary["turns"]["kept"] == 4 and summary["turns"]["flags"] == {"last": 2}
+    summary = run_turns(configured(file, drop=["last"], deduplicate=False), tmp_path / "run")
+    assert (summary["turns"]["kept"], summary["turns"]["skipped"]) == (2, {"last": 2})
+    assert any("'lasst'" in text and "last" in text for text in conflicts(configured(file, drop=["lasst"]), "turns"))
+
+
+def test_a_trajectory_in_two_splits_is_an_error(tmp_path: Path) -> None:
+    def pivot(turn: int) -> dict[str, Any]:
+        return {
+            "responses_create_params": {"input": [{"role": "user", "content": f"u{turn}", "type": "message"}]},
+            "expected_action": {"type": "message", "content": f"a{turn}"}, "trajectory_id": "same",
+            "meta_info": {"turn": turn}, "task_id": f"task{turn}",
+        }  # fmt: skip
+
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join(json.dumps(pivot(turn)) for turn in range(20)))
+    with pytest.raises(UserError, match=r"x\.jsonl:\d+: trajectory 'same' is in the splits"):
+        run_turns(configured(file), tmp_path / "run")
+    file.write_text("\n".join(json.dumps({**pivot(turn), "task_id": "one"}) for turn in range(20)))
+    summary = run_turns(configured(file), tmp_path / "run")
+    assert summary["turns"]["kept"] == 20 and summary["turns"]["by_split"]["train"] == 20
+
+
+@given(st.lists(st.integers(0, 300), max_size=2000))
+def test_digest_set_is_a_set(values: list[int]) -> None:
+    ours, theirs = DigestSet(), set()
+    for value in values:
+        digest = (value * 7919 + 1).to_bytes(8, "little")
+        assert ours.add(digest) is (digest not in theirs)
+        theirs.add(digest)
+    assert len(ours) == len(theirs)
+
+
+def test_lines_are_what_json_writes(shared_data: Path) -> None:
+    lines, count = TurnLines(), 0
+    for item in read_trajectories(str(shared_data / "formats")):
+        for turn in split_turns(item, "train") if isinstance(item, Trajectory) else ():
+            assert isinstance(turn, Turn)
+            assert lines.line(turn) == (json.dumps(turn.to_json(), ensure_ascii=False) + "\n").encode()
+            count += 1
+    assert count > 40

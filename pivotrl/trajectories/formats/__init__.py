@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from pivotrl.trajectories.formats import anthropic, atif, hermes, openai_chat, rendered, responses, sharegpt, tau_bench
+from pivotrl.trajectories.formats import (
+    anthropic,
+    atif,
+    function_xml,
+    hermes,
+    mini_swe,
+    openai_chat,
+    openhands,
+    rendered,
+    responses,
+    sharegpt,
+    swe_agent,
+    tau2,
+    tau_bench,
+    terminus,
+    webdancer,
+)
 from pivotrl.trajectories.formats.base import Format
 from pivotrl.trajectories.schema import JsonDict
 
@@ -13,9 +29,16 @@ FORMATS: dict[str, Format] = {
         responses.ROLLOUT,
         atif.FORMAT,
         tau_bench.FORMAT,
+        tau2.FORMAT,
+        swe_agent.FORMAT,
+        openhands.FORMAT,
         sharegpt.FORMAT,
         anthropic.FORMAT,
+        webdancer.FORMAT,
+        mini_swe.FORMAT,
         hermes.FORMAT,
+        function_xml.FORMAT,
+        terminus.FORMAT,
         openai_chat.FORMAT,
         rendered.FORMAT,
     )

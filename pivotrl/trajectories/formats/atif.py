@@ -29,6 +29,8 @@ def _step(step: Any, where: str) -> list[JsonDict]:
     results = (observation.get("results") or []) if isinstance(observation, dict) else []
     if not all(isinstance(result, dict) for result in results):
         raise RowError("bad_messages", f"{where}: an observation that is not an object")
+    if not calls:  # what the environment shows without having been called
+        return [turn] + [{"role": "user", "content": r.get("content")} for r in results]
     return [turn] + [
         {"role": "tool", "tool_call_id": r.get("source_call_id"), "content": r.get("content")} for r in results
     ]
@@ -37,10 +39,18 @@ def _step(step: Any, where: str) -> list[JsonDict]:
 def _parse(row: JsonDict) -> Parsed:
     if not isinstance(row["steps"], list):
         raise RowError("bad_messages", "steps is not a list")
-    messages = [m for i, step in enumerate(row["steps"]) for m in _step(step, f"steps[{i}]")]
+    messages: list[JsonDict] = []
+    copied: dict[str, str] = {}
+    for i, step in enumerate(row["steps"]):
+        if isinstance(step, dict) and step.get("source") == "agent" and step.get("is_copied_context"):
+            copied[str(len(messages))] = "copied_context"  # shown to the model again, not generated here
+        messages.extend(_step(step, f"steps[{i}]"))
     agent = row.get("agent")
     tools = agent.get("tool_definitions") if isinstance(agent, dict) else None
-    return describe(row, messages_of(messages), tools_of(tools))
+    parsed = describe(row, messages_of(messages), tools_of(tools))
+    if copied:
+        parsed.meta["unusable_messages"] = copied
+    return parsed
 
 
 FORMAT = Format("atif", _matches, _parse)

@@ -9,7 +9,7 @@ from typing import Any
 from pivotrl.trajectories.normalise import RowError
 from pivotrl.trajectories.schema import JsonDict
 
-ID_KEYS = ("id", "trajectory_id", "uuid", "conversation_id", "session_id")
+ID_KEYS = ("id", "trajectory_id", "traj_id", "uuid", "conversation_id", "session_id")
 TASK_KEYS = ("task_id", "task", "instance_id", "task_name", "base_id")
 
 
@@ -27,11 +27,35 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Format:
-    """`matches` is cheap and looks at keys and types only; `parse` may raise `RowError`."""
+    """`matches` is cheap and looks at keys and types only; `parse` may raise `RowError`.
+
+    `expand`: the rows inside a row that is a whole file of runs, or None for one that is not.
+    """
 
     name: str
     matches: Callable[[JsonDict], bool]
     parse: Callable[[JsonDict], Parsed]
+    expand: Callable[[JsonDict], list[JsonDict] | None] | None = None
+
+
+#: The tool of agents whose action is one shell command written as text.
+BASH_TOOL: JsonDict = {
+    "name": "bash",
+    "description": "Run a command in the shell.",
+    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+}
+
+
+def bash_call(command: str) -> JsonDict:
+    return {"function": {"name": "bash", "arguments": {"command": command}}}
+
+
+def text_assistants(messages: list[Any]) -> list[str]:
+    """Contents of the assistant messages, where none has structured calls (otherwise empty)."""
+    turns = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+    if any(m.get("tool_calls") for m in turns):
+        return []
+    return [m["content"] for m in turns if isinstance(m.get("content"), str)]
 
 
 def describe(row: JsonDict, messages: list[JsonDict], tools: list[JsonDict]) -> Parsed:
@@ -42,6 +66,8 @@ def describe(row: JsonDict, messages: list[JsonDict], tools: list[JsonDict]) -> 
             meta.update(row[key])
     if "reward" in row and "reward" not in meta:
         meta["reward"] = row["reward"]
+    elif isinstance(row.get("resolved"), bool) and "reward" not in meta:
+        meta["reward"] = float(row["resolved"])
     identity = next((row[key] for key in ID_KEYS if _is_name(row.get(key))), None)
     if identity is None and row.get("id") is not None:
         raise RowError("bad_id", f"id is a {type(row['id']).__name__}")

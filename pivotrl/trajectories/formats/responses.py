@@ -83,11 +83,14 @@ def _parse_rollout(row: JsonDict) -> Parsed:
 
 
 def _matches_pivot(row: JsonDict) -> bool:
-    return isinstance(row.get("responses_create_params"), dict) and "expected_action" in row
+    if not isinstance(row.get("responses_create_params"), dict):
+        return False
+    return "expected_action" in row or isinstance(row.get("expected_answer"), str)  # the latter: Terminus rows
 
 
 def _parse_pivot(row: JsonDict) -> Parsed:
-    expected = row["expected_action"]
+    answer = {"type": "message", "content": row.get("expected_answer")}
+    expected = row.get("expected_action", answer)
     kind = expected.get("type") if isinstance(expected, dict) else None
     if kind == "message":
         action = [{"type": "message", "role": "assistant", "content": expected.get("content")}]
@@ -100,9 +103,22 @@ def _parse_pivot(row: JsonDict) -> Parsed:
     params = _params(row)
     parsed = describe(row, messages_of(messages_from_items(_head(params) + action)), tools_of(params.get("tools")))
     parsed.meta["only_last_turn"] = True  # one turn a row: the turns of its history have rows of their own
+    if isinstance(row.get("trajectory_id"), str):  # several rows a trajectory, which must stay on one side of a split
+        parsed.meta["trajectory_id"] = row["trajectory_id"]
+        parsed.task_id = parsed.task_id or row["trajectory_id"]
+        if "id" not in row:
+            parsed.id = _row_id(row, parsed)
     if parsed.id is None and parsed.task_id is not None and "turn" in parsed.meta:
         parsed.id = f"{parsed.task_id}@{parsed.meta['turn']}"
     return parsed
+
+
+def _row_id(row: JsonDict, parsed: Parsed) -> str:
+    info = row.get("meta_info")
+    place = info if isinstance(info, dict) else parsed.meta
+    parts = [str(place[key]) for key in ("assistant_depth", "turn", "step") if isinstance(place.get(key), (int, str))]
+    turns = sum(1 for message in parsed.messages if message["role"] == "assistant")
+    return f"{row['trajectory_id']}@{'.'.join(parts) or turns - 1}"
 
 
 ROLLOUT = Format("responses", _matches_rollout, _parse_rollout)

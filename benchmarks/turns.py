@@ -1,0 +1,127 @@
+"""`pivotrl turns` on synthetic trajectories, one core, no rendering: `python -m benchmarks.turns [--json]`.
+
+Runs the stage twice, each in a process of its own: on a tenth of the trajectories and on all of them. Turns a second
+come from the whole run (both passes over the input, splits, flags, deduplication, files); memory that does not grow
+with the input is the two peaks being near each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import environment
+
+TARGET = 5000.0  # turns a second
+WORDS = (
+    "order",
+    "flight",
+    "booking",
+    "cancel",
+    "refund",
+    "please",
+    "check",
+    "status",
+    "the",
+    "account",
+    "update",
+    "change",
+)
+
+
+def tools() -> list[dict[str, Any]]:
+    made = []
+    for i in range(8):
+        properties = {f"field_{j}": {"type": "string", "description": f"The field number {j}."} for j in range(4)}
+        schema = {"type": "object", "properties": properties, "required": ["field_0"]}
+        function = {"name": f"tool_{i}", "description": f"Does the thing number {i}.", "parameters": schema}
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def sentence(seed: int, words: int) -> str:
+    return " ".join(WORDS[(seed * 7 + i * (seed % 5 + 1)) % len(WORDS)] for i in range(words)) + f" {seed}."
+
+
+def messages(trajectory: int, turns: int) -> Iterator[dict[str, Any]]:
+    """A policy, then user, call, result, answer in turn, until there are `turns` assistant turns."""
+    yield {"role": "system", "content": sentence(1, 120)}
+    made = 0
+    while made < turns:
+        seed = trajectory * 1000 + made
+        yield {"role": "user", "content": sentence(seed, 20)}
+        arguments = json.dumps({"field_0": sentence(seed, 3), "field_1": str(seed)})
+        function = {"name": f"tool_{seed % 8}", "arguments": arguments}
+        call = {"id": f"call_{made}", "type": "function", "function": function}
+        yield {"role": "assistant", "content": None, "tool_calls": [call]}
+        yield {"role": "tool", "tool_call_id": f"call_{made}", "content": json.dumps({"result": sentence(seed, 30)})}
+        made += 1
+        if made < turns:
+            yield {"role": "assistant", "content": sentence(seed + 1, 25)}
+            made += 1
+
+
+def write(path: Path, count: int, turns: int) -> None:
+    listed = tools()
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(count):
+            row = {"id": f"run_{i}", "tools": listed, "messages": list(messages(i, turns)), "meta": {"task_id": i // 2}}
+            file.write(json.dumps(row) + "\n")
+
+
+def stage(path: Path, run_dir: Path) -> dict[str, float]:
+    """Run in a process of its own: its peak memory is that of the stage."""
+    from pivotrl.config import Config, Trajectories
+    from pivotrl.turns_stage import run_turns
+
+    start, cpu = time.perf_counter(), time.process_time()
+    summary = run_turns(Config(trajectories=Trajectories(path=str(path))), run_dir)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"turns": summary["turns"]["kept"], "seconds": seconds, "cpu_seconds": cpu, "peak_mib": peak}
+
+
+def measured(count: int, turns: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trajectories.jsonl"
+        write(path, count, turns)
+        command = [sys.executable, "-m", "benchmarks.turns", "--stage", str(path)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        rates = {"turns_per_second": row["turns"] / row["seconds"]}
+        rates["turns_per_cpu_second"] = row["turns"] / row["cpu_seconds"]  # what a core that is ours alone would give
+        return {"trajectories": count, **row, **rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--trajectories", type=int, default=100_000)
+    parser.add_argument("--turns", type=int, default=6, help="assistant turns of each (default 6)")
+    parser.add_argument("--stage", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stage is not None:
+        print(json.dumps(stage(options.stage, options.stage.parent / "run")))
+        return
+    small = measured(max(options.trajectories // 10, 1), options.turns)
+    whole = measured(options.trajectories, options.turns)
+    if options.json:
+        result = {"benchmark": "turns", "target": TARGET, "tenth": small, "whole": whole, **environment()}
+        print(json.dumps(result), flush=True)
+        return
+    for row in (small, whole):
+        rate = f"{row['turns_per_second']:.0f} turns/s, {row['turns_per_cpu_second']:.0f} a CPU second"
+        print(f"{row['trajectories']:>8} trajectories: {rate}, {row['turns']} turns, peak {row['peak_mib']:.0f} MiB")
+    print(f"target {TARGET:.0f} turns/s on one core")
+
+
+if __name__ == "__main__":
+    main()

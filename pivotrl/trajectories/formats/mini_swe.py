@@ -1,0 +1,56 @@
+"""mini-swe-agent `.traj.json`: {"messages", "info", "trajectory_format"}, or the bare list of messages.
+
+The text version writes one command in a fenced block; its result is the next user message.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pivotrl.trajectories.formats.base import BASH_TOOL, Format, Parsed, bash_call, describe, text_assistants
+from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.schema import JsonDict
+
+BLOCK = re.compile(r"```(?:mswea_bash_command|bash)\s*\n(.*?)\n```", re.DOTALL)
+
+
+def _is_named(row: JsonDict) -> bool:
+    return str(row.get("trajectory_format", "")).startswith("mini-swe-agent")
+
+
+def _matches(row: JsonDict) -> bool:
+    if not isinstance(row.get("messages"), list):
+        return False
+    return _is_named(row) or any("```mswea_bash_command" in text for text in text_assistants(row["messages"]))
+
+
+def _parse(row: JsonDict) -> Parsed:
+    messages: list[JsonDict] = []
+    unusable: dict[str, str] = {}
+    called = uses_text = False
+    for i, message in enumerate(row["messages"]):
+        if not isinstance(message, dict):
+            raise RowError("bad_messages", f"messages[{i}] is not an object")
+        role = message.get("role")
+        if role == "exit":  # the agent's own mark at the end of a run; no model sees it
+            continue
+        if role == "assistant" and not message.get("tool_calls"):
+            content = text_of(message.get("content"), f"messages[{i}]")
+            blocks = list(BLOCK.finditer(content))
+            called = len(blocks) == 1 and not content[blocks[0].end() :].strip()
+            if called:
+                uses_text = True
+                text = content[: blocks[0].start()].rstrip("\n")
+                message = {**message, "content": text, "tool_calls": [bash_call(blocks[0].group(1))]}
+            else:  # the agent asks again, and so nothing is to be learned from it
+                unusable[str(len(messages))] = "text_after_call" if blocks else "no_call"
+        elif role == "user" and called:
+            message, called = {"role": "tool", "content": message.get("content")}, False
+        messages.append(message)
+    parsed = describe(row, messages_of(messages), tools_of([BASH_TOOL] if uses_text else row.get("tools")))
+    if unusable:
+        parsed.meta["unusable_messages"] = unusable
+    return parsed
+
+
+FORMAT = Format("mini_swe", _matches, _parse)
