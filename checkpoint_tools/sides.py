@@ -56,7 +56,7 @@ class Model:
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
             raise UserError(f"{file}: a size is not a whole number ({error}); fetch the file again") from error
         sizes = (dims.layers, dims.hidden, dims.vocab, dims.heads, dims.kv_heads, dims.head_dim, dims.ffn)
-        if min(sizes) < 1 or dims.heads % dims.kv_heads or dims.layers > 10**4 or dims.experts > 10**5:
+        if min(sizes) < 1 or dims.heads % dims.kv_heads or not 0 <= dims.layers * max(1, dims.experts) <= 10**6:
             raise UserError(f"{file}: sizes that no model has: {dims}")
         return cls(family, dims, plan(family.rules, dims))
 
