@@ -36,24 +36,23 @@ def new_folder(target: Path, need_bytes: int, force: bool) -> Iterator[Path]:
     partial, old = (target.with_name(target.name + end) for end in (".partial", ".old"))
     lock = target.with_name(f".{target.name}.lock")
     with hold(lock, wait_seconds=0.0):
-        shutil.rmtree(partial, ignore_errors=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < need_bytes + MARGIN:
-            needed = (need_bytes + MARGIN) / 2**30
-            raise UserError(f"{target.parent}: {free / 2**30:.1f} GiB free, {needed:.1f} GiB needed; make room")
-        partial.mkdir()
         try:
+            shutil.rmtree(partial, ignore_errors=True)
+            free, needed = shutil.disk_usage(target.parent).free, need_bytes + MARGIN
+            if free < needed:
+                raise UserError(
+                    f"{target.parent}: {free / 2**30:.1f} GiB free, {needed / 2**30:.1f} GiB needed; make room"
+                )
+            partial.mkdir()
             yield partial
-        except BaseException:
+            shutil.rmtree(old, ignore_errors=True)
+            if target.exists():
+                target.rename(old)
+            partial.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.unlink(missing_ok=True)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-        lock.unlink(missing_ok=True)
 
 
 def carry_over(source: Path, target: Path, dtype: torch.dtype | None) -> None:

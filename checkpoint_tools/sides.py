@@ -193,7 +193,10 @@ def is_hf(path: Path) -> bool:
 
 def config_folder(path: Path, source: Path | None) -> ModelFolder:
     """The Hugging Face config for a Megatron checkpoint: `source`, or the one that a conversion laid beside it."""
-    for folder in [source] if source else [path / HF_FILES, path.parent / HF_FILES, path]:
+    beside = [path / HF_FILES, path]
+    if (path.parent / TRACKER).is_file():  # the folder of one step of a checkpoint was given
+        beside.append(path.parent / HF_FILES)
+    for folder in [source] if source else beside:
         if (folder / "config.json").is_file():
             return ModelFolder(folder)
     raise UserError(

@@ -91,10 +91,9 @@ def logits(path: Path, source: Path | None, prompt: str) -> Tensor:
         if not is_hf(path):
             folder = Path(scratch) / "hf"
             megatron_to_hf(path, folder, config_from=source)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: --prompt needs a tokenizer beside the model ({error})") from error
+        if not any(folder.glob("tokenizer*")):
+            raise UserError(f"{path}: --prompt needs a tokenizer beside the model; copy tokenizer.json there")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         if ids.numel() == 0:
