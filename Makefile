@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 RUN_DIR ?= runs/demo
 export PIVOTRL_SHARED ?= ../shared
+# Out-of-domain questions for the demo, where that folder is there (elsewhere: make demo OOD=my_choices.jsonl).
+OOD ?= $(wildcard $(PIVOTRL_SHARED)/data/ood/hellaswag_val_200.jsonl)
 
 .PHONY: help install install-dev demo test lint bench clean
 
@@ -33,7 +35,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 demo: install ## the whole job on this CPU: trajectories -> pivots -> GRPO -> checkpoint and report (about 20 minutes)
-	$(BIN)/pivotrl run experiment=demo run_dir=$(RUN_DIR)
+	$(BIN)/pivotrl run experiment=demo run_dir=$(RUN_DIR) $(if $(OOD),evaluate.ood_path=$(OOD))
 
 test: install-dev ## all tests
 	$(BIN)/python -m pytest -q

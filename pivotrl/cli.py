@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,8 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
         if why := stage_state.changes(directory, record):
             _make_way(run_dir, stage, why)
         stage_state.begin(cfg, directory, record)
+        # megatron-core, torch and transformers warn of what we know (no Transformer Engine here, renamed calls)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
         summary = STAGES[stage].load()(cfg, run_dir)
     _print_summary(stage, summary, directory, time.monotonic() - started)
     return 0

@@ -17,6 +17,7 @@ from pivotrl.verifiers.guard import INVALID_REWARD, VERIFIER_ERROR, safe_verify
 
 VERIFIERS = {
     "tool_calls": "pivotrl.verifiers.tool_calls:ToolCallVerifier",
+    "execution": "pivotrl.verifiers.execution:ExecutionVerifier",
     "shell": "pivotrl.verifiers.shell:ShellVerifier",
     "edits": "pivotrl.verifiers.edits:EditsVerifier",
     "search": "pivotrl.verifiers.search:Search",
