@@ -96,7 +96,15 @@ def main() -> None:
         for _ in range(options.repeats):
             seconds["copy"].append(copy(root / "hf", root / "copy"))
             for way, (source, target) in ways.items():
-                command = [sys.executable, "-m", "benchmarks.convert", "child", way, root / source, root / target]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.convert",
+                    "child",
+                    way,
+                    f"{root}/{source}",
+                    f"{root}/{target}",
+                ]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 row = json.loads(done.stdout.splitlines()[-1])
                 seconds[way].append(row["seconds"])

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from checkpoint_tools import bridge
-from checkpoint_tools.dist_format import DistWriter
+from checkpoint_tools.dist_format import DistWriter, without_checksums
 from checkpoint_tools.keys import Style, default_style, slot
 from checkpoint_tools.output import Planned, carry_over, new_folder, plan_files, write_safetensors
 from checkpoint_tools.sides import HF_FILES, TRACKER, HFSide, MegatronSide, Model, config_folder
@@ -71,7 +71,8 @@ def hf_to_megatron(
             offsets = (*where.index, *(0 for _ in full.shape))
             writer.add(where.key, size, offsets, full[(None,) * len(where.index)], stream)
 
-        _in_threads(list(model.table.items()), write, workers)
+        with without_checksums():
+            _in_threads(list(model.table.items()), write, workers)
         content = {"non_homogeneous_layers": style.layers == "numbered", "singleton_local_shards": False}
         writer.finish({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": content})
         carry_over(source, folder / HF_FILES, dtype)
