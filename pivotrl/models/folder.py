@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,10 @@ from pivotrl.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pivotrl.models.safetensors_header import TensorInfo
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth")
 
 
 class ModelFolder:
@@ -20,52 +22,77 @@ class ModelFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files: dict[str, Any] = {}
+        self._headers: dict[str, dict[str, TensorInfo]] = {}
 
     @cached_property
     def config(self) -> dict[str, Any]:
+        from pivotrl.models.safetensors_header import read_json_object
+
         file = self.path / "config.json"
         if not file.is_file():
             raise UserError(f"{self.path}: no config.json there; give the folder of a Hugging Face model")
-        with file.open(encoding="utf-8") as handle:
-            config: dict[str, Any] = json.load(handle)
-        return config
+        return read_json_object(file)
 
     @cached_property
     def file_of(self) -> dict[str, str]:
         """Tensor name -> file name. Raises UserError where the index and the files disagree."""
-        if (self.path / INDEX).is_file():
-            with (self.path / INDEX).open(encoding="utf-8") as handle:
-                weight_map: dict[str, str] = json.load(handle)["weight_map"]
-            absent = sorted({f for f in weight_map.values() if not (self.path / f).is_file()})
-            if absent:
-                raise UserError(
-                    f"{self.path / INDEX}: names files that are not there: {', '.join(absent)}; fetch the model again"
-                )
-            return weight_map
-        if (self.path / SINGLE).is_file():
-            return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-        raise UserError(f"{self.path}: no {SINGLE} nor {INDEX}; convert the weights to safetensors")
+        index = self.path / INDEX
+        if not index.is_file():
+            if (self.path / SINGLE).is_file():
+                return dict.fromkeys(self._header(SINGLE), SINGLE)
+            raise UserError(f"{self.path}: no {SINGLE} nor {INDEX}; convert the weights to safetensors")
+        weight_map = self._weight_map(index)
+        absent = sorted({f for f in weight_map.values() if not (self.path / f).is_file()})
+        if absent:
+            raise UserError(f"{index}: names files that are not there: {', '.join(absent)}; fetch the model again")
+        held: dict[str, str] = {}
+        for file in sorted(set(weight_map.values())):
+            for name in self._header(file):
+                if name in held:
+                    raise UserError(f"{self.path}: tensor {name} is both in {held[name]} and in {file}; remove one")
+                held[name] = file
+        wrong = [f"{n} is not in {f}" for n, f in sorted(weight_map.items()) if held.get(n) != f]
+        wrong += [f"{n} of {f} is not in the index" for n, f in sorted(held.items()) if n not in weight_map]
+        if wrong:
+            raise UserError(f"{index}: does not fit the files: {'; '.join(wrong[:10])}; fetch the model again")
+        return weight_map
+
+    def _weight_map(self, index: Path) -> dict[str, str]:
+        from pivotrl.models.safetensors_header import read_json_object
+
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise UserError(f"{index}: weight_map must be an object of tensor name -> file name")
+        for name, file in weight_map.items():
+            if not file or "\0" in file or Path(file).name != file or len(file.encode("utf-8", "surrogatepass")) > 255:
+                raise UserError(f"{index}: tensor {name}: {file!r} is not the name of a file in this folder")
+        return weight_map
 
     @cached_property
+    def infos(self) -> dict[str, TensorInfo]:
+        """Shape, dtype and place of every tensor, without reading any."""
+        return {n: self._header(f)[n] for n, f in self.file_of.items()}
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, without reading any."""
-        return {n: tuple(self._open(f).get_slice(n).get_shape()) for n, f in self.file_of.items()}
+        return {n: info.shape for n, info in self.infos.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor. Raises UserError with the name where the folder lacks it."""
+        """Read one tensor into memory. Raises UserError with the name where the folder lacks it."""
+        from pivotrl.models.safetensors_header import read_tensor
+
         if name not in self.file_of:
             raise UserError(f"{self.path}: no tensor {name}")
-        tensor: Tensor = self._open(self.file_of[name]).get_tensor(name)
-        return tensor
+        return read_tensor(self.path / self.file_of[name], name, self.infos[name])
 
     def close(self) -> None:
-        """Let go of the memory-mapped files."""
-        self._files.clear()
+        """Forget the headers; nothing is kept open between reads."""
+        self._headers.clear()
 
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            from safetensors import safe_open
+    def _header(self, name: str) -> dict[str, TensorInfo]:
+        from pivotrl.models.safetensors_header import read_header
 
-            self._files[name] = safe_open(str(self.path / name), framework="pt")
-        return self._files[name]
+        if name not in self._headers:
+            self._headers[name] = read_header(self.path / name)
+        return self._headers[name]
