@@ -27,6 +27,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.optimizer.schedule": ("constant", "linear"),
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
+    "cluster.container.kind": ("none", "pyxis", "apptainer"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
 _POSITIVE = (
@@ -53,6 +54,11 @@ _POSITIVE = (
     "warmup.trajectories_per_step",
     "sft.trajectories_per_step",
     "evaluate.tasks",
+    "cluster.nodes",
+    "cluster.processes_per_node",
+    "cluster.cpus_per_process",
+    "cluster.gpu_memory_gib",
+    "cluster.check_seconds",
 )
 _NOT_NEGATIVE = (
     "seed",
@@ -63,6 +69,7 @@ _NOT_NEGATIVE = (
     "sft.steps",
     "evaluate.trials",
     "evaluate.ood_rows",
+    "cluster.gpus_per_node",
 )
 _POLICIES = ("base", "sft", "pivotrl")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.
