@@ -16,7 +16,8 @@ from pivotrl.errors import UserError
 HELP = {
     "launch": """Writes  <run_dir>/slurm/JOB.sbatch (the script, rendered from the configuration), <run_dir>/slurm/*.log
 
-JOB is profile, train, sft, evaluate, or pipeline: all of them, each started when those before it have ended well.
+JOB is profile, train, sft or evaluate (with the stages that come before and are not done), a single stage, or
+pipeline: all four, each started when those before it have ended well.
 `pivotrl preflight` runs first, and nothing is submitted while it has something to say.
 
 Options: --dry-run         print the scripts instead of submitting them

@@ -28,7 +28,7 @@ check() { # srun itself waits for ever for a node whose daemon is lost
     fi
     sleep 1
   done
-  wait "$pid"
+  wait "$pid" || return 4 # srun gives the code of a process that it ended itself
 }
 check
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pivotrl.config import Config
 from pivotrl.errors import UserError
+from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
 
 PIPELINE = "pipeline"
@@ -36,13 +37,18 @@ JOBS = {
 
 
 def jobs_for(name: str) -> list[Job]:
-    """The jobs of "pipeline" in order of submission, or the one of that name. Raises UserError for any other name."""
+    """The jobs of "pipeline" in order of submission, or the one of that name (a job's, or a stage's on its own).
+
+    Raises UserError for any other name.
+    """
     if name == PIPELINE:
         return list(JOBS.values())
-    if name not in JOBS:
-        known = [*JOBS, PIPELINE]
-        raise UserError(f"no job {name!r}.{suggestion(name, known)} There are: {', '.join(known)}")
-    return [JOBS[name]]
+    if name in JOBS:
+        return [JOBS[name]]
+    if name in STAGES:
+        return [Job(name, "stage.sh", (name,))]
+    known = [*JOBS, PIPELINE, *(s for s in STAGES if s not in JOBS)]
+    raise UserError(f"no job {name!r}.{suggestion(name, known)} There are: {', '.join(known)}")
 
 
 def stages_of(jobs: Sequence[Job]) -> list[str]:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ EXIT_BAD_NODE = 4
 MAX_SKEW_SECONDS = 10.0
 MIN_FREE_GPU = 0.9  # of a GPU's memory: another process holds the rest
 _POLL_SECONDS = 0.05
+_FAREWELL_SECONDS = 3.0
 _ELEMENTS = {"nccl": 1 << 24, "gloo": 1 << 18}  # float32 of the all-reduce
 
 
@@ -81,7 +83,7 @@ class _Check:
 
     def watch(self) -> None:
         """End this process at the limit, whatever it hangs in; process 0 leaves first, with the better message."""
-        time.sleep(max(self.left(), 0) + (5.0 if self.rank else 2.0))
+        time.sleep(max(self.left(), 0) + (5.0 if self.rank else 1.5) + _FAREWELL_SECONDS)
         print(
             f"node check: node {self.host} (process {self.rank}) hung while {self.doing}", file=sys.stderr, flush=True
         )
@@ -110,19 +112,19 @@ class _Check:
         try:
             self._tell(str(path))  # before the others answer: then their clocks are read as they do
             self.store.set("token", str(path))
-            seen = self._await("facts")
-            found = self._missing("facts", seen, "did not answer")
+            seen = self._await("facts", range(self.world))
+            found = self._missing(seen, "did not answer")
             facts = {r: Facts(**json.loads(self.store.get(f"facts/{r}"))) for r in seen}
             found += faults(facts, seen, self.gpus, token, str(path))
             if not found:
                 self.store.set("go", "1")
                 self._reduce()
                 self.store.set("reduced/0", "1")
-                found = self._missing("reduced", self._await("reduced"), "did not finish an all-reduce")
+                found = self._missing(self._await("reduced", range(self.world)), "did not finish an all-reduce")
             else:
                 self.store.set("go", "0")
             self.store.set("verdict", "\n".join(found))
-            self._await("bye", at_most=5.0)  # the store ends with this process
+            self._await("bye", [r for r in seen if r], at_most=_FAREWELL_SECONDS)  # the store ends with this process
             return found
         finally:
             path.unlink(missing_ok=True)
@@ -175,11 +177,10 @@ class _Check:
             raise RuntimeError(f"node {self.host}: an all-reduce over {self.world} processes gave {got}")
         dist.destroy_process_group()
 
-    def _await(self, what: str, at_most: float | None = None) -> dict[int, float]:
-        """Wait until every process has set `what`/RANK; {rank: our clock when first seen} of those that did."""
+    def _await(self, what: str, ranks: Sequence[int], at_most: float | None = None) -> dict[int, float]:
+        """Wait until each of `ranks` has set `what`/RANK; {rank: our clock when first seen} of those that did."""
         end = time.monotonic() + (self.left() if at_most is None else at_most)
         seen: dict[int, float] = {}
-        ranks = range(1, self.world) if what == "bye" else range(self.world)
         while len(seen) < len(ranks) and time.monotonic() < end:
             self.doing = f"waiting for {silent([r for r in ranks if r not in seen], self.hosts, self.world)}"
             for rank in ranks:
@@ -188,7 +189,7 @@ class _Check:
             time.sleep(_POLL_SECONDS)
         return seen
 
-    def _missing(self, what: str, seen: dict[int, float], fault: str) -> list[str]:
+    def _missing(self, seen: dict[int, float], fault: str) -> list[str]:
         absent = [r for r in range(self.world) if r not in seen]
         return [f"{silent(absent, self.hosts, self.world)} {fault} within {self.seconds:.0f} s"] if absent else []
 
