@@ -141,21 +141,19 @@ def turns_fit(cfg: Config, run_dir: Path) -> Iterator[str]:
     from pivotrl.trajectories.schema import Turn
 
     try:
-        renderer = Renderer(resolve_model(cfg.model.path), cfg.model.chat_template, cfg.domain.action_format)
-
-        def tokens(row: bytes) -> int:
-            turn = Turn.from_json(json.loads(row))
-            return len(renderer.prompt_ids(turn.messages, turn.tools))
-
-        room = cfg.model.context_length - cfg.sampling.max_new_tokens
-        least = min(tokens(row) for _, row in shortest)
-        most = max(tokens(row) for _, row in longest)
-    except UserError as error:
-        yield f"{path}: {error}"
-        return
+        turns = {row: Turn.from_json(json.loads(row)) for _, row in (*shortest, *longest)}
     except (ValueError, KeyError, TypeError) as error:
         yield f"{path}: a row is no turn ({type(error).__name__}: {error}); run `pivotrl turns` again"
         return
+    try:
+        renderer = Renderer(resolve_model(cfg.model.path), cfg.model.chat_template, cfg.domain.action_format)
+
+        room = cfg.model.context_length - cfg.sampling.max_new_tokens
+        tokens = {row: len(renderer.prompt_ids(turn.messages, turn.tools)) for row, turn in turns.items()}
+    except UserError as error:
+        yield f"{path}: {error}"
+        return
+    least, most = min(tokens.values()), max(tokens.values())
     if least > room:
         yield (
             f"model.context_length={cfg.model.context_length}: even the shortest turns of {path} have {least} tokens, "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -36,7 +35,6 @@ class Facts:
     gpus: int  # that this process can see
     free_gpu: float | None  # free share of the memory of this process's GPU
     token: str | None  # read from the shared folder; None: not there
-    free_disk_gib: float
 
 
 def faults(facts: dict[int, Facts], seen: dict[int, float], gpus: int, token: str, folder: str) -> list[str]:
@@ -134,9 +132,8 @@ class _Check:
         gpus, free = self._gpu()
         self.doing = "reading the shared file system"
         token = _read_late(Path(token_path), min(10.0, self.left() / 2))
-        disk = shutil.disk_usage(self.folder if self.folder.exists() else "/").free / 2**30
         self.doing = "answering"
-        facts = Facts(self.host, time.time(), gpus, free, token, round(disk, 1))
+        facts = Facts(self.host, time.time(), gpus, free, token)
         self.store.set(f"facts/{self.rank}", json.dumps(asdict(facts)))
 
     def _gpu(self) -> tuple[int, float | None]:

@@ -298,7 +298,8 @@ def _batches(cfg: Config, world: int, stages: list[str]) -> Iterator[str]:
         "sft": "sft.trajectories_per_step",
     }
     for stage, key in sizes.items():
-        if stage in stages and get(cfg, key) % data:
+        steps = "algorithm.steps" if stage == "train" else f"{stage}.steps"
+        if stage in stages and get(cfg, steps) != 0 and get(cfg, key) % data:
             yield f"{key}={get(cfg, key)} is not a multiple of the data-parallel size {data} (world {world} / {dense})"
 
 
