@@ -20,6 +20,8 @@ from pivotrl.errors import UserError
 
 _OTHER = {
     "run": "The whole pipeline, each stage in its own process; run it again to continue after an interruption.",
+    "preflight": "Everything that can be known before queueing a job, in one list with remedies.",
+    "launch": "Render the sbatch script of a job (or of the pipeline), print or submit it.",
     "verify": "Score a file of rows with a verifier: no model, no engine.",
     "show": "Print one turn of a run for a person: state, demonstrated action, flags, end of the prompt as tokens.",
     "export-gym": "Write the selected pivots of a run as NeMo-Gym rows.",
@@ -105,6 +107,10 @@ def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
     if "-h" in rest or "--help" in rest:
         print(stage_help(command))
         return 0
+    if command in ("preflight", "launch"):
+        from launch import commands
+
+        return commands.main(command, rest)
     turn_id, rest = (rest[0], rest[1:]) if command == "show" and rest else ("", rest)
     options, overrides = _options(command, rest)
     from pivotrl.configuration import load_config
@@ -310,7 +316,11 @@ def stage_help(command: str) -> str:
     from pivotrl.stages import STAGES
 
     if command not in STAGES:
-        return f"usage: pivotrl {command} [key=value ...]\n\n{_OTHER[command]}\n\n{_HELP[command]}"
+        from launch.commands import HELP
+
+        words = " JOB" if command == "launch" else " [JOB]" if command == "preflight" else ""
+        text = HELP.get(command) or _HELP[command]
+        return f"usage: pivotrl {command}{words} [key=value ...]\n\n{_OTHER[command]}\n\n{text}"
     s = STAGES[command]
     return f"""usage: pivotrl {s.name} [key=value ...]
 

@@ -30,6 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.optimizer.schedule": ("constant", "linear"),
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
+    "cluster.container.kind": ("none", "pyxis", "apptainer"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
 _POSITIVE = (
@@ -61,6 +62,11 @@ _POSITIVE = (
     "warmup.trajectories_per_step",
     "sft.trajectories_per_step",
     "evaluate.tasks",
+    "cluster.nodes",
+    "cluster.processes_per_node",
+    "cluster.cpus_per_process",
+    "cluster.gpu_memory_gib",
+    "cluster.check_seconds",
 )
 _NOT_NEGATIVE = (
     "seed",
@@ -72,6 +78,7 @@ _NOT_NEGATIVE = (
     "sft.steps",
     "evaluate.trials",
     "evaluate.ood_rows",
+    "cluster.gpus_per_node",
 )
 _POLICIES = ("base", "sft", "pivotrl")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.
@@ -338,7 +345,8 @@ def _batches(cfg: Config, world: int, stages: list[str]) -> Iterator[str]:
         "sft": "sft.trajectories_per_step",
     }
     for stage, key in sizes.items():
-        if stage in stages and get(cfg, key) % data:
+        steps = "algorithm.steps" if stage == "train" else f"{stage}.steps"
+        if stage in stages and get(cfg, steps) != 0 and get(cfg, key) % data:
             yield f"{key}={get(cfg, key)} is not a multiple of the data-parallel size {data} (world {world} / {dense})"
 
 

@@ -1,0 +1,37 @@
+# shellcheck shell=bash disable=SC2154
+# The body of every job. slurm/*.sh source it; `pivotrl launch` copies it into the scripts that it renders.
+# In: array `stages`, overrides as "$@", and the settings of launch.render (python, srun_flags, container, ...).
+set -euo pipefail
+
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=$(head -n 1 <<<"$hosts")
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+PIVOTRL_HOSTS=$(paste -sd, - <<<"$hosts")
+export MASTER_ADDR MASTER_PORT PIVOTRL_HOSTS
+echo "job $SLURM_JOB_ID (start $((${SLURM_RESTART_COUNT:-0} + 1))): $SLURM_NTASKS processes on $PIVOTRL_HOSTS"
+
+step() { # one process per GPU on every node; all end when one fails, and none waits for another's end
+  srun --export=ALL --kill-on-bad-exit=1 --wait=0 ${srun_flags[@]+"${srun_flags[@]}"} \
+    ${container[@]+"${container[@]}"} "$python" -m "$@"
+}
+
+# A node that does not answer, or is slow or full, is named here, within a limit, before a model is loaded.
+export PIVOTRL_CHECK_GPUS=$gpus_per_node PIVOTRL_CHECK_SECONDS=$check_seconds PIVOTRL_CHECK_DIR=$run_dir
+check() { # srun itself waits for ever for a node whose daemon is lost
+  step launch.node_check &
+  local pid=$! end=$((SECONDS + check_seconds + 60))
+  while kill -0 "$pid" 2>/dev/null; do
+    if ((SECONDS > end)); then
+      echo "node check: srun did not start on every node within $((check_seconds + 60)) s; see \`sinfo -N -l\` for $PIVOTRL_HOSTS" >&2
+      kill -9 "$pid" 2>/dev/null || true
+      return 4
+    fi
+    sleep 1
+  done
+  wait "$pid" || return 4 # srun gives the code of a process that it ended itself
+}
+check
+
+for stage in "${stages[@]}"; do
+  step launch.step "$stage" "$@"
+done

@@ -1,0 +1,115 @@
+"""Memory of one GPU and size of checkpoints, from the Hugging Face config alone. Pure; docs/cluster.md explains it.
+
+Weights of a Llama-shaped block (RMSNorm, grouped-query attention, SwiGLU or a mixture of such experts), exactly; then
+what training adds to them: gradients and Adam in float32 (megatron-core's distributed optimiser shards Adam over the
+data-parallel ranks), activations by the tensors that the backward reads, the engine's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pivotrl.config import Config
+from pivotrl.models.dims import Dims, dense_dims
+
+GIB = 2**30
+OVERHEAD_GIB = 4.0  # CUDA context, NCCL buffers and fragmentation
+SCORES_GIB = 0.5  # chunks of the head's float32 scores
+_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameter counts by how they are split."""
+
+    dense: int  # of the layers, over tensor x pipeline
+    experts: int  # over expert_tensor x expert x pipeline
+    embedding: int  # one vocabulary matrix, over tensor, on the first and the last stage
+    tied: bool
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.embedding * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the estimate needs of a model."""
+
+    dims: Dims
+    experts_per_token: int
+    weights: Weights
+
+
+def read_model(config: Mapping[str, Any]) -> Model:
+    """Sizes of a Hugging Face config. Raises UserError for one without the keys of a Llama-shaped model."""
+    d = dense_dims(config)
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    moe_ffn = int(config.get("moe_intermediate_size") or d.ffn)
+    step, dense_layers = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    moe = [experts > 0 and i not in dense_layers and (i + 1) % step == 0 for i in range(d.layers)]
+    q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    qk_norm = 2 * d.head_dim if str(config.get("model_type", "")).startswith("qwen3") else 0
+    block = d.hidden * (2 * q + 2 * kv) + 2 * d.hidden + qk_norm
+    sparse = sum(moe)
+    dense = d.layers * block + (d.layers - sparse) * 3 * d.hidden * d.ffn + sparse * experts * d.hidden + d.hidden
+    weights = Weights(dense, sparse * experts * 3 * d.hidden * moe_ffn, d.vocab * d.hidden, d.tied)
+    dims = Dims(
+        d.layers, d.hidden, d.vocab, d.heads, d.kv_heads, d.head_dim, d.ffn, moe_ffn, experts, tuple(moe), d.tied
+    )
+    return Model(dims, int(config.get("num_experts_per_tok") or 0) if experts else 0, weights)
+
+
+def training_gib(model: Model, cfg: Config, world: int) -> dict[str, float]:
+    """GiB on the fullest GPU of each part of the trainer, for `world` processes (see docs/cluster.md)."""
+    p, o, w = cfg.parallel, cfg.algorithm.optimizer, _BYTES[cfg.precision.policy]
+    n, stages = model.weights, p.pipeline
+    embeddings = n.embedding * (1 if n.tied or stages > 1 else 2)
+    dense = (n.dense / stages + embeddings) / p.tensor
+    experts = n.experts / (p.expert_tensor * p.expert * stages)
+    data = max(world // (p.tensor * stages), 1)  # context ranks share the optimiser's state too
+    expert_data = max(world // (p.expert_tensor * p.expert * stages), 1)
+    adam = 12 if w == 2 else 8  # float32 copy of bf16 weights, and two moments
+    return {
+        "weights": w * (dense + experts) / GIB,
+        "gradients": 4 * (dense + experts) / GIB,
+        "optimiser": adam * (dense / data + experts / expert_data) / GIB,
+        "activations": activation_bytes(model, cfg, max(o.tokens_per_microbatch, cfg.model.context_length)) / GIB,
+        "scores": SCORES_GIB,
+        "overhead": OVERHEAD_GIB,
+    }
+
+
+def activation_bytes(model: Model, cfg: Config, tokens: int) -> float:
+    """Bytes of activations kept for the backward of micro-batches of `tokens` tokens (the longest sequence at least).
+
+    1F1B keeps `pipeline` micro-batches of `layers / pipeline` layers on the first stage: the whole depth in all.
+    """
+    d, p, w = model.dims, cfg.parallel, _BYTES[cfg.precision.policy]
+    tokens_here = tokens / p.context
+    residual = 4 * d.hidden / (p.tensor if p.sequence else 1)  # inputs of both norms and their results
+    attention = (2 * d.heads + 2 * d.kv_heads) * d.head_dim / p.tensor
+    width = model.experts_per_token * d.moe_ffn if model.experts_per_token else d.ffn
+    dispatched = 2 * model.experts_per_token * d.hidden
+    mlp = (4 * width + dispatched) / (p.expert_tensor if model.experts_per_token else p.tensor)
+    layer = w * tokens_here * (residual + attention + mlp)
+    if not cfg.algorithm.optimizer.recompute:
+        return layer * d.layers
+    return w * tokens_here * d.hidden / (p.tensor if p.sequence else 1) * d.layers + layer
+
+
+def engine_gib(model: Model, cfg: Config) -> dict[str, float]:
+    """GiB that the engine needs at least on one GPU: its weights, and the KV cache of one sequence of full length."""
+    d, w, tp = model.dims, _BYTES[cfg.precision.engine], cfg.generation.tensor_parallel
+    kv_per_token = 2 * d.layers * d.kv_heads * d.head_dim * w / min(tp, d.kv_heads)
+    return {
+        "engine weights": w * model.weights.total / tp / GIB,
+        "KV cache of one sequence": kv_per_token * cfg.model.context_length / GIB,
+    }
+
+
+def checkpoint_gib(model: Model, cfg: Config) -> float:
+    """GiB of one Hugging Face checkpoint in the policy's precision."""
+    return _BYTES[cfg.precision.policy] * model.weights.total / GIB

@@ -1,0 +1,67 @@
+"""One process of one stage inside a job: `python -m launch.step STAGE [overrides]`, started by srun or torchrun.
+
+A stage whose result is up to date is skipped, as `pivotrl run` does; a stage of one process runs in the first alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pivotrl import cli, stage_state
+from pivotrl.configuration import load_config
+from pivotrl.errors import UserError
+from pivotrl.stages import STAGES
+
+
+def rank_from_slurm() -> None:
+    """Give this process torch's variables from srun's, where torchrun has not set them."""
+    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
+        return
+    env = os.environ
+    env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+    env["WORLD_SIZE"] = env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]
+    if env["WORLD_SIZE"] == "1":  # alone: the stages then ask for no peers
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del env[name]
+
+
+def is_parallel(stage: str) -> bool:
+    """Whether a stage has work for every process: the trainer's and the engine's have."""
+    return STAGES[stage].policy or "generation" in STAGES[stage].config
+
+
+def up_to_date(stage: str, overrides: list[str]) -> bool:
+    """Whether the stage's folder is finished and still that of this configuration."""
+    cfg = load_config(overrides)
+    run_dir = Path(cfg.run_dir)
+    directory = run_dir / stage
+    return stage_state.is_done(directory) and not stage_state.changes(
+        directory, stage_state.record_of(cfg, stage, run_dir)
+    )
+
+
+def main() -> int:
+    stage, overrides = sys.argv[1], sys.argv[2:]
+    if stage not in STAGES:
+        print(f"launch.step: no stage {stage!r}", file=sys.stderr)
+        return 2
+    rank_from_slurm()
+    first = int(os.environ.get("RANK", "0")) == 0
+    if not first and not is_parallel(stage):
+        return 0
+    try:
+        done = up_to_date(stage, overrides)
+    except UserError as error:
+        print(f"pivotrl {stage}: {error}", file=sys.stderr)
+        return 2
+    if done:
+        if first:
+            print(f"{stage}: done before, skipped", flush=True)
+        return 0
+    return cli.main([stage, *overrides])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
