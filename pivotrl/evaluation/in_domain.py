@@ -96,6 +96,7 @@ def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, se
     groups = roller.groups(states, trials, seeds)
     per_turn = {}
     unscorable = 0
+    rollouts = [r for group in groups for r in group]
     for state, group in zip(states, groups, strict=True):
         rewards = [r.verdict.reward for r in group if r.verdict.reward is not None]
         unscorable += len(group) - len(rewards)
@@ -109,4 +110,10 @@ def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, se
         "trials": trials,
         "unscorable": unscorable,
         "per_task": per_turn,
+        "cost": {
+            "rollouts": len(rollouts),
+            "prompt": sum(r.prompt_tokens for r in rollouts),
+            "cached": sum(r.completion.cached_prompt_tokens for r in rollouts),
+            "generated": sum(len(r.completion.token_ids) for r in rollouts),
+        },
     }

@@ -86,8 +86,9 @@ class Evaluator:
         cfg, bench = self.cfg, self.bench
         if cfg.environment.name is None:
             roller = LocalRoller(self.engine, bench.renderer, bench.verifier, sampling)
-            self.cost["rollouts"] += len(self.states) * trials
-            return evaluate_turns(self.states, roller, trials, cfg.seed)
+            found = evaluate_turns(self.states, roller, trials, cfg.seed)
+            self._spend(found.pop("cost"))
+            return found
         from pivotrl.environments.registry import draw_tasks, get_environment
 
         environment = get_environment(cfg.environment.name)
@@ -95,9 +96,12 @@ class Evaluator:
         actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
         found, rows = play(environment, tasks, trials, cfg.environment.max_turns, actor)
         append_jsonl(self.episodes, ({**label, **row} for row in rows))
-        for name, value in actor.cost.items():
-            self.cost[name] += value
+        self._spend(actor.cost)
         return found
+
+    def _spend(self, cost: dict[str, int]) -> None:
+        for name, value in cost.items():
+            self.cost[name] += value
 
 
 def differences(policies: dict[str, Any]) -> dict[str, Any]:
