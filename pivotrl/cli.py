@@ -18,7 +18,7 @@ from typing import Any
 from pivotrl import __version__
 from pivotrl.errors import UserError
 
-_OTHER = {
+OTHER_COMMANDS = {
     "run": "The whole pipeline, each stage in its own process; run it again to continue after an interruption.",
     "preflight": "Everything that can be known before queueing a job, in one list with remedies.",
     "launch": "Render the sbatch script of a job (or of the pipeline), print or submit it.",
@@ -99,10 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
     from pivotrl.stages import STAGES
 
-    if command not in STAGES and command not in _OTHER:
+    if command not in STAGES and command not in OTHER_COMMANDS:
         from pivotrl.strict import suggestion
 
-        known = [*STAGES, *_OTHER]
+        known = [*STAGES, *OTHER_COMMANDS]
         raise UserError(f"no such stage.{suggestion(command, known)} There are: {', '.join(known)}")
     if "-h" in rest or "--help" in rest:
         print(stage_help(command))
@@ -296,7 +296,7 @@ def overview() -> str:
     """The help of `pivotrl` itself."""
     from pivotrl.stages import STAGES
 
-    rows = [(s.name, s.summary) for s in STAGES.values()] + list(_OTHER.items())
+    rows = [(s.name, s.summary) for s in STAGES.values()] + list(OTHER_COMMANDS.items())
     listed = "\n".join(f"  {name:12} {text}" for name, text in rows)
     return f"""usage: pivotrl <stage> [key=value ...]
 
@@ -320,7 +320,7 @@ def stage_help(command: str) -> str:
 
         words = " JOB" if command == "launch" else " [JOB]" if command == "preflight" else ""
         text = HELP.get(command) or _HELP[command]
-        return f"usage: pivotrl {command}{words} [key=value ...]\n\n{_OTHER[command]}\n\n{text}"
+        return f"usage: pivotrl {command}{words} [key=value ...]\n\n{OTHER_COMMANDS[command]}\n\n{text}"
     s = STAGES[command]
     return f"""usage: pivotrl {s.name} [key=value ...]
 

@@ -31,7 +31,7 @@ class Letters:
     def prompt_ids(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
         return [ord(c) for m in messages for c in m["content"]]
 
-    def parse(self, ids: Sequence[int]) -> Action:
+    def parse(self, ids: Sequence[int], tools: Sequence[Any] = ()) -> Action:
         return Action("".join(chr(i) for i in ids if i != STOP))
 
     def fingerprint(self) -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pivotrl.cli import main
+from pivotrl.cli import OTHER_COMMANDS, main
 from pivotrl.configuration import load_config
 from pivotrl.stages import STAGES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-OTHER = {"run", "verify", "fetch-model", "show-config"}
 
 
 def commands(start: str) -> list[tuple[str, list[str]]]:
@@ -44,7 +43,7 @@ def test_pivotrl_commands(document: str, words: list[str]):
     stage = words[1] if len(words) > 1 else "--help"
     if stage.startswith(("-", "<")):
         return
-    known = {*STAGES, *OTHER}
+    known = {*STAGES, *OTHER_COMMANDS}
     assert stage in known, f"{document}: {' '.join(words)}"
     assert main([stage, "--help"]) == 0
     load_config(overrides(words))
