@@ -7,7 +7,7 @@ from typing import Any
 
 from pivotrl.environments.base import Environment, Task
 from pivotrl.environments.rollout import EpisodeResult, run_episodes
-from pivotrl.evaluation.statistics import bootstrap, wilson
+from pivotrl.evaluation.statistics import interval
 from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.rendering.chat import Renderer
@@ -55,10 +55,9 @@ def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:
     per_task = {task: sum(v) / len(v) for task, v in by_task.items()}
     trials = max((len(v) for v in by_task.values()), default=0)
     successes = sum(sum(v) for v in by_task.values())
-    interval = wilson(int(successes), len(judged)) if trials <= 1 else bootstrap(list(per_task.values()))
     return {
         "success": successes / len(judged) if judged else None,
-        "ci": list(interval),
+        "ci": list(interval(list(per_task.values()))),
         "n": len(judged),
         "trials": trials,
         "errors": len(results) - len(judged),
@@ -105,7 +104,7 @@ def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, se
     values = list(per_turn.values())
     return {
         "success": sum(values) / len(values) if values else None,
-        "ci": list(bootstrap(values)) if values else [0.0, 1.0],
+        "ci": list(interval(values)),
         "n": len(values),
         "trials": trials,
         "unscorable": unscorable,

@@ -24,6 +24,13 @@ def bootstrap(per_task: Sequence[float], seed: int = 0, draws: int = 2000) -> tu
     return means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
 
 
+def interval(per_task: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean over tasks: Wilson for one yes or no a task, else a bootstrap over tasks."""
+    if set(per_task) <= {0.0, 1.0}:
+        return wilson(int(sum(per_task)), len(per_task))
+    return bootstrap(per_task)
+
+
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> dict[str, float | list[float]]:
     """Mean difference over the same tasks with its 95 % paired bootstrap interval."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
