@@ -80,7 +80,7 @@ class Sampling:
 @dataclass
 class Generation:
     max_sequences: int = 128  # in flight in one engine
-    kv_cache_gib: int = 1  # CPU builds; GPUs use gpu_memory_utilization
+    kv_cache_gib: float = 1.0  # CPU builds; GPUs use gpu_memory_utilization
     gpu_memory_utilization: float = 0.6
     tensor_parallel: int = 1
     enforce_eager: bool = True

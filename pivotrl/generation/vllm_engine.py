@@ -61,7 +61,7 @@ class VllmEngine:
         self._max_length = max_length
         self._stop_token_ids = list(stop_token_ids)
         self._expected = ExpectedWeights.from_folder(model_dir)
-        vllm_setup.set_environment(generation.kv_cache_gib)
+        vllm_setup.set_environment()
         self._vllm = vllm_setup.import_vllm()
         self._on_cpu = self._vllm.platforms.current_platform.is_cpu()
         self._joined_groups = _has_process_groups()
@@ -91,6 +91,7 @@ class VllmEngine:
         if self._on_cpu:
             # a chunk of a seeded prompt rewinds its generator, which CPU generators cannot do (RuntimeError)
             arguments["enable_chunked_prefill"] = False
+            arguments["kv_cache_memory_bytes"] = int(generation.kv_cache_gib * 2**30)
         else:
             arguments["enable_sleep_mode"] = True
             arguments["gpu_memory_utilization"] = generation.gpu_memory_utilization

@@ -17,10 +17,10 @@ from typing import Any
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def set_environment(kv_cache_gib: int) -> None:
+def set_environment() -> None:
     """In process, offline, silent. What a user set for logging wins; the rest is needed for the engine to be right."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights and trainer live in this very process
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)  # GiB; read when an engine is built
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over generation.kv_cache_gib
     os.environ["HF_HUB_OFFLINE"] = "1"  # model folders are local; never wait for a network
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
