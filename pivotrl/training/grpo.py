@@ -161,8 +161,8 @@ def _finish(directory: Path, cfg: Config, pivots: int, spent: TokenCounts, secon
         "pivots": pivots,
         "rollouts": spent.rollouts,
         "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
-        "reward_first": sum(r["reward"] for r in rows[:window]) / window,
-        "reward_last": sum(r["reward"] for r in rows[-window:]) / window,
+        "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
+        "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
         "checkpoint": str(directory / "checkpoint"),
         "seconds": seconds,
     }

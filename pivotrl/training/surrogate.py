@@ -115,19 +115,19 @@ class Correction:
 def importance(log_ratio: Tensor, a: Algorithm, actions: Actions) -> Correction:
     """Correction for log_ratio = log pi_old (trainer) - log pi (generator), [P]."""
     raw = bounded_exp(log_ratio)
-    keep = torch.ones_like(raw, dtype=torch.bool)
+    out = torch.zeros_like(raw, dtype=torch.bool)  # comparisons with NaN are False: it stays in the loss, and shows
     weight = torch.ones_like(raw)
     kind = a.importance_correction
     if kind in ("truncated", "geometric"):
         weight = raw.clamp(a.importance_floor, a.importance_cap)
     if kind == "masked":
-        keep = (raw >= a.importance_floor) & (raw <= a.importance_cap)
+        out = (raw < a.importance_floor) | (raw > a.importance_cap)
         weight = raw
     elif kind == "geometric":
         mean = bounded_exp(actions.mean(log_ratio))
-        keep = (mean >= a.importance_sequence_low) & (mean <= a.importance_sequence_high)
+        out = (mean < a.importance_sequence_low) | (mean > a.importance_sequence_high)
     elif kind not in ("none", "truncated"):
         raise ValueError(f"unknown importance correction {kind!r}")
     if a.sequence_mismatch_limit is not None:
-        keep = keep & (actions.mean(log_ratio.abs().exp()) <= a.sequence_mismatch_limit)
-    return Correction(raw, weight, keep)
+        out = out | (actions.mean(log_ratio.abs().exp()) > a.sequence_mismatch_limit)
+    return Correction(raw, weight, ~out)

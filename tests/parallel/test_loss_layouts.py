@@ -1,4 +1,4 @@
-"""Every aggregation with every advantage rule, and every loss: DP 2 and TP 2 in small micro-batches equal one process."""
+"""Every aggregation with every advantage rule, and every loss: DP 2 and TP 2 in small micro-batches equal one rank."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl and entropy": {"kl_beta": 0.1, "kl_estimator": "unbiased", "entropy_bonus": 0.01},
     "geometric correction": {
         "importance_correction": "geometric",
-        "importance_cap": 1.5,
-        "importance_sequence_low": 0.4,
-        "importance_sequence_high": 2.5,
+        "importance_cap": 1.2,
+        "importance_sequence_low": 0.85,
+        "importance_sequence_high": 1.15,
     },
     "dropped groups": {"drop_uniform_groups": True, "kl_beta": 0.1, "importance_correction": "masked"},
 }
@@ -43,6 +43,8 @@ def run(batch: Batch, a: Algorithm, order: list[int], budget: int, ranks: int) -
     old, reference = streams(batch, policy, 0.3, 1), streams(batch, policy, 0.5, 2)
     samples = batches.make_samples(batch.rollouts, order, a, max_new_tokens=8)
     objective = batches.make_objective(samples, a, old, reference)
+    generator = streams(batch, policy, 0.3, 3)
+    objective.generator = torch.cat([generator[s.index] for s in samples])
     report = policy.backward([s.rollout.sequence for s in samples], objective, 0.9)
     return [p.grad.clone() for p in policy.parameters()], report
 

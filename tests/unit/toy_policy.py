@@ -89,7 +89,7 @@ class ToyPolicy:
             sums["tokens_total"] += tree.tokens_total
             sums["tokens_unique"] += tree.tokens_unique
             for name, value in {"loss": loss, **metrics}.items():
-                now = float(value)
+                now = float(value.detach())
                 before = sums.get(name)
                 sums[name] = now if before is None else max(before, now) if name.endswith("_max") else before + now
         return sums
