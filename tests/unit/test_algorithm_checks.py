@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,16 @@ def test_the_defaults_are_the_paper_s() -> None:
     for name in CHOICES:
         field = name.partition(".")[2]
         assert getattr(a, field) == getattr(preset, field), field
+
+
+def test_the_table_names_every_key_and_only_keys() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    table = text[text.index("## Paper to flag") : text.index("Keys without a section")]
+    fields = {f.name for f in dataclasses.fields(Algorithm)}
+    cells = [line.rstrip(" |").rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")][1:]
+    named = {
+        word.partition("=")[0] for cell in cells for span in re.findall(r"`([^`]+)`", cell) for word in span.split()
+    }
+    other = {"optimizer.*", "profile.rollouts_per_turn", "select.lambda_diff", "sampling.max_new_tokens"}
+    assert named - other <= fields
+    assert fields - named <= {"steps", "reference_every", "allow_foreign_profile", "optimizer"}
