@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pivotrl.generation.engine import Completion, Engine, Sampling
+from pivotrl.rendering.prompts import prompts_of
 from pivotrl.rollouts import Rollout
+from pivotrl.trajectories.duplicates import DigestSet
 from pivotrl.trajectories.schema import Turn
 from pivotrl.verifiers.base import Verifier
 
@@ -41,26 +46,51 @@ def seed_for(*parts: object) -> int:
 
 
 def render_states(
-    turns: Iterable[Turn], renderer: Renderer, verifier: Verifier, context_length: int, max_new_tokens: int
+    turns: Iterable[Turn],
+    renderer: Renderer,
+    verifier: Verifier,
+    context_length: int,
+    max_new_tokens: int,
+    workers: int = 1,
+    cache: Path | None = None,
+    deduplicate: bool = False,
 ) -> tuple[list[State], list[SkippedState]]:
     """Render every turn; those past the context, or whose own demonstration the verifier does not accept, are audited.
 
     A prompt is never cut (field report E8), and a turn whose demonstration cannot score 1 can teach nothing.
+    `workers`, `cache`: as in `prompts_of`. `deduplicate`: of turns with equal prompt ids and action, whatever their
+    messages were (a template drops thinking), keep the first.
     """
-    states, skipped = [], []
+    accepted: list[Turn] = []
+    skipped: list[SkippedState] = []
+    order: dict[str, int] = {}
     for turn in turns:
+        order.setdefault(turn.id, len(order))
         verdict = verifier.verify(turn, turn.demonstration)
-        if verdict.reward != 1.0:
-            reason = "demonstration_unscorable" if verdict.reward is None else "demonstration_rejected"
-            skipped.append(SkippedState(turn.id, turn.source, reason, verdict.reason))
+        if verdict.reward == 1.0:
+            accepted.append(turn)
             continue
-        prompt = tuple(renderer.prompt_ids(turn.messages, turn.tools))
+        reason = "demonstration_unscorable" if verdict.reward is None else "demonstration_rejected"
+        skipped.append(SkippedState(turn.id, turn.source, reason, verdict.reason))
+    states, seen = [], DigestSet()
+    prompts = prompts_of([(turn.messages, turn.tools) for turn in accepted], renderer, workers, cache)
+    for turn, prompt in zip(accepted, prompts, strict=True):
         if len(prompt) + max_new_tokens > context_length:
             detail = f"prompt {len(prompt)} + new {max_new_tokens} > context {context_length} tokens"
             skipped.append(SkippedState(turn.id, turn.source, "beyond_context", detail))
-            continue
-        states.append(State(turn, prompt))
-    return states, skipped
+        elif deduplicate and not seen.add(_digest(prompt, turn)):
+            detail = "an earlier turn has this prompt and action"
+            skipped.append(SkippedState(turn.id, turn.source, "duplicate_prompt", detail))
+        else:
+            states.append(State(turn, prompt))
+    return states, sorted(skipped, key=lambda s: order[s.turn_id])
+
+
+def _digest(prompt: Sequence[int], turn: Turn) -> bytes:
+    action = turn.demonstration
+    calls = [call.to_json() for call in action.tool_calls]
+    parts = (array("I", prompt).tobytes(), json.dumps([action.text, calls], sort_keys=True).encode())
+    return hashlib.blake2b(b"".join(parts), digest_size=8).digest()
 
 
 def score(

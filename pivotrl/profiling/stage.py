@@ -33,14 +33,18 @@ from pivotrl.profiling.store import RolloutStore
 from pivotrl.setup import Workbench
 from pivotrl.tracking.progress import progress
 from pivotrl.trajectories.schema import Turn
+from pivotrl.trajectories.turn_lines import turns_in
 
 
 def read_turns(run_dir: Path, split: str) -> list[Turn]:
-    """Turns of one split, as `pivotrl turns` wrote them. Raises UserError when that stage has not run."""
+    """Turns of one split, as `pivotrl turns` wrote them; those of a trajectory share their messages.
+
+    Raises UserError when that stage has not run.
+    """
     path = run_dir / "turns" / "turns.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: run `pivotrl turns run_dir={run_dir} trajectories.path=FILE` first")
-    return [turn for row in read_jsonl(path) if (turn := Turn.from_json(row)).split == split]
+    return list(turns_in(path, split))
 
 
 def present_fingerprint(bench: Workbench, turns: list[Turn]) -> dict[str, Any]:
@@ -86,7 +90,14 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     record = present_fingerprint(bench, turns)  # of all turns, in every shard
     mine = turns_of(turns, shard) if isinstance(shard, Shard) else turns
     states, skipped = render_states(
-        mine, bench.renderer, bench.verifier, cfg.model.context_length, cfg.sampling.max_new_tokens
+        mine,
+        bench.renderer,
+        bench.verifier,
+        cfg.model.context_length,
+        cfg.sampling.max_new_tokens,
+        cfg.rendering.workers,
+        run_dir / "prompts" if cfg.rendering.cache else None,
+        deduplicate=cfg.trajectories.deduplicate,
     )
     write_jsonl(directory / "skipped.jsonl", (asdict(s) for s in skipped))
     reasons = dict(Counter(s.reason for s in skipped))

@@ -171,6 +171,8 @@ def messages_of(raw: Any) -> list[JsonDict]:
             call = pending.take(message.get("tool_call_id"), message.get("name"), where)
             content = text_of(message.get("content"), where)
             result.append({"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": content})
+            if message.get("is_error") is True:
+                result[-1]["is_error"] = True
         else:
             raise RowError("unknown_role", f"{where}: {str(role)[:80]!r}")
     if not any(message["role"] == "assistant" for message in result):

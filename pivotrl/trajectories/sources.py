@@ -41,7 +41,8 @@ def find_files(path: str) -> list[Path]:
     found: dict[Path, None] = {}
     for place in places:
         inside = sorted(place.rglob("*")) if place.is_dir() else [place]
-        found.update((p, None) for p in inside if p.is_file() and (p == place or p.name.endswith(SUFFIXES)))
+        # A file that is named may have any suffix, or be a pipe: it is read once.
+        found.update((p, None) for p in inside if p == place or (p.is_file() and p.name.endswith(SUFFIXES)))
     if not found:
         raise UserError(
             f"trajectories.path={path}: no {', '.join((*PLAIN, '.parquet'))} file in there (or .gz or .zst of one)."

@@ -57,11 +57,19 @@ _DECODER = json.JSONDecoder(
 )
 
 
+_CONTAINERS = (dict, list)  # of a decoded value: exactly these, no subclasses
+
+
 def _check_depth(value: Any) -> None:
-    level = [value] if isinstance(value, (dict, list)) else []
+    level = [value]
     for _ in range(MAX_DEPTH):
-        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
-        level = [child for child in children if isinstance(child, (dict, list))]
+        level = [
+            child
+            for node in level
+            if node.__class__ in _CONTAINERS
+            for child in (node.values() if node.__class__ is dict else node)
+            if child.__class__ in _CONTAINERS
+        ]
         if not level:
             return
     raise StrictJsonError("too_deep", f"nested deeper than {MAX_DEPTH} levels")

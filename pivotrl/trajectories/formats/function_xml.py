@@ -54,8 +54,9 @@ def _parse(row: JsonDict) -> Parsed:
     messages: list[JsonDict] = list(row["messages"])
     tools = tools_of(row.get("tools"))
     head = messages[0] if messages and isinstance(messages[0], dict) else {}
-    if not tools and head.get("role") == "system" and isinstance(head.get("content"), str):
-        tools = tools_of(tools_in_text(head["content"]))
+    cut = ""
+    if head.get("role") == "system" and isinstance(head.get("content"), str):
+        tools = tools or tools_of(tools_in_text(head["content"]))
         cut = SECTION.sub("", head["content"])
         messages = ([{**head, "content": cut}] if cut.strip() else []) + messages[1:]
     result: list[JsonDict] = []
@@ -69,7 +70,10 @@ def _parse(row: JsonDict) -> Parsed:
             content = RESULT.sub("", text_of(message.get("content"), f"messages[{i}]"))
             message, called = {"role": "tool", "content": content}, False
         result.append(message)
-    return describe(row, messages_of(result), tools)
+    parsed = describe(row, messages_of(result), tools)
+    if "BEGIN FUNCTION" in cut or "<function=" in cut:
+        parsed.meta["text_syntax"] = True  # a section of another wording, which the template's own will follow
+    return parsed
 
 
 def _assistant(content: str, tools: list[JsonDict], index: int) -> JsonDict:

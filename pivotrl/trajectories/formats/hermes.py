@@ -17,10 +17,11 @@ from pivotrl.trajectories.schema import JsonDict
 
 RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 TOOLS = re.compile(r"<tools>(\s*[\[{].*?)</tools>", re.DOTALL)
-# The section that Hermes and Qwen templates append to the system text: a heading, the tools, the call format.
+# The section that Hermes and Qwen templates write into the system text: a heading, the tools, the call format, whose
+# example ends it. What follows is the user's own text again, and stays.
 SECTION = re.compile(
     r"\s*(?:# Tools\n+|You are a function calling AI model\.|You may call one or more functions).*?"
-    r"<tools>\s*[\[{].*?</tools>.*\Z",
+    r"<tools>\s*[\[{].*?</tools>(?:.*</tool_call>)?\s*",
     re.DOTALL,
 )
 
@@ -77,7 +78,10 @@ def tools_in_system(messages: list[JsonDict]) -> tuple[list[JsonDict], list[Json
             tools.extend(value if isinstance(value, list) else [value])
     except strict_json.StrictJsonError as error:
         raise RowError("bad_tools", f"<tools> of the system text: {error}") from error
-    cut = SECTION.sub("", content)
+    cut = content
+    if section := SECTION.search(content):
+        around = (content[: section.start()], content[section.end() :])
+        cut = "\n\n".join(text for text in around if text)
     rest = [{**head, "content": cut}] if cut.strip() else []
     return rest + messages[1:], tools
 
@@ -89,10 +93,18 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def parse_messages(row: JsonDict, messages: list[JsonDict]) -> Parsed:
-    tools = row.get("tools") if row.get("tools") is not None else row.get("functions")
-    if not tools:
-        messages, tools = tools_in_system(messages)
-    return describe(row, messages_of(structured(messages)), tools_of(tools))
+    given = tools_of(row.get("tools") if row.get("tools") is not None else row.get("functions"))
+    try:
+        cut, listed = tools_in_system(messages)
+    except RowError:
+        if not given:
+            raise
+        cut, listed = messages, []  # a text about tools, while the row lists them properly
+    parsed = describe(row, messages_of(structured(cut)), given or tools_of(listed))
+    head = cut[0] if cut and isinstance(cut[0], dict) else {}
+    if head.get("role") == "system" and isinstance(head.get("content"), str) and "<tools>" in head["content"]:
+        parsed.meta["text_syntax"] = True  # a section of another wording, which the template's own will follow
+    return parsed
 
 
 def _matches(row: JsonDict) -> bool:

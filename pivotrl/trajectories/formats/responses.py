@@ -52,8 +52,9 @@ def _extend(turn: JsonDict, kind: str, item: JsonDict, where: str) -> None:
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list):
             raise RowError("unsupported_content", f"{where}: reasoning is not a list of parts")
-        texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        turn["thinking"] += "\n".join(text for text in texts if isinstance(text, str))
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            raise RowError("unsupported_content", f"{where}: a part of reasoning without text")
+        turn["thinking"] += "\n".join(part["text"] for part in parts)
     else:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         turn["tool_calls"].append({"id": item.get("call_id"), "function": function})
