@@ -77,9 +77,11 @@ class TurnDigests:
     """Digests of (tools, state, action); those of one trajectory cost its length once, not once a turn.
 
     Ids of calls do not count, nor does the thinking of the action: templates and verifiers pass over both.
+    `thinking`: whether that of earlier turns counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thinking: bool = True) -> None:
+        self._thinking = thinking
         self._trajectory: str | None = None
         self._tools: tuple[list[JsonDict] | None, hashlib.blake2b] = (None, hashlib.blake2b())  # with their hash
         self._done = 0  # messages that the running hash holds
@@ -93,7 +95,7 @@ class TurnDigests:
         if not known or turn.trajectory_id != self._trajectory or len(turn.messages) < self._done:
             self._trajectory, self._done, self._hash = turn.trajectory_id, 0, self._tools[1].copy()
         for message in turn.messages[self._done :]:
-            self._hash.update(_bytes(message))
+            self._hash.update(_bytes(message, self._thinking))
         self._done = len(turn.messages)
         whole = self._hash.copy()
         action = turn.demonstration
@@ -101,9 +103,9 @@ class TurnDigests:
         return whole.digest()
 
 
-def _bytes(message: JsonDict) -> bytes:
+def _bytes(message: JsonDict, with_thinking: bool) -> bytes:
     calls = _calls([(call["name"], call["arguments"]) for call in message.get("tool_calls", ())])
-    text, thinking = message.get("content", ""), message.get("thinking", "")
+    text, thinking = message.get("content", ""), message.get("thinking", "") if with_thinking else ""
     return _joined(message["role"], message.get("name", ""), text, thinking, calls)
 
 

@@ -132,6 +132,22 @@ def test_only_the_tool_section_is_cut_from_a_system_text(tmp_path: Path) -> None
     assert isinstance(skip, Skip) and skip.reason == "bad_tools"
 
 
+@pytest.mark.parametrize(
+    ("broken", "good"),
+    [
+        ('<tool_call>\n{"name": "f", "arguments": {"a": }}\n</tool_call>', '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),  # noqa: E501
+        ("<function=f>\n<parameter=a>1</parameter>", "<function=f>\n</function>"),
+    ],
+)  # fmt: skip
+def test_a_malformed_call_is_no_demonstration_and_stays_in_later_states(tmp_path: Path, broken: str, good: str) -> None:
+    said = ["u", broken, "<tool_response>\nbad call\n</tool_response>", good, "<tool_response>\nok\n</tool_response>", "done"]  # noqa: E501  # fmt: skip
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(said)]
+    skip, turn, last = split_turns(only(written(tmp_path / "x.jsonl", {"messages": messages})), "train")
+    assert isinstance(skip, Skip) and skip.reason == "malformed_tool_call" and skip.detail
+    assert isinstance(turn, Turn) and turn.messages == messages[:3] and turn.demonstration.tool_calls[0].name == "f"
+    assert isinstance(last, Turn) and [m["role"] for m in last.messages[3:]] == ["assistant", "tool"]
+
+
 def test_recorded_failures_of_calls_are_flagged(shared_data: Path, tmp_path: Path) -> None:
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "no luck", "is_error": True}

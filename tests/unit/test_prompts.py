@@ -11,7 +11,7 @@ import pytest
 from fake_profile import Equal, Letters
 
 from pivotrl.errors import UserError
-from pivotrl.local_rollouts import render_states
+from pivotrl.local_rollouts import duplicate_prompts, render_states
 from pivotrl.rendering import prompts
 from pivotrl.rendering.prompts import PromptCache, default_workers, prompts_of
 from pivotrl.trajectories.schema import Action, Turn
@@ -84,7 +84,14 @@ def test_turns_of_equal_prompt_and_action_are_one(tmp_path: Path) -> None:
     thought = [{**seen.messages[0], "thinking": "hm"}]
     again, other = replace(seen, id="b#0", messages=thought), replace(seen, id="c#0", demonstration=Action("y"))
     turns, fakes = [seen, again, other], (Letters(), Equal())
-    states, skipped = render_states(turns, *fakes, 100, 4, deduplicate=True)  # type: ignore[arg-type]
+    copies = duplicate_prompts(turns, fakes[0])  # type: ignore[arg-type]
+    states, skipped = render_states(turns, *fakes, 100, 4, duplicates=copies)  # type: ignore[arg-type]
     assert [s.turn.id for s in states] == ["a#0", "c#0"]
     assert [(s.turn_id, s.reason) for s in skipped] == [("b#0", "duplicate_prompt")]
     assert len(render_states(turns, *fakes, 100, 4)[0]) == 3  # type: ignore[arg-type]
+
+    class Shows(Letters):
+        def prompt_ids(self, messages: Any, tools: Any) -> list[int]:
+            return super().prompt_ids([{"content": m.get("thinking", "") + m["content"]} for m in messages], tools)
+
+    assert duplicate_prompts(turns, Shows()) == set()  # type: ignore[arg-type]
