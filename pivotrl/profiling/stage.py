@@ -89,8 +89,8 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     turns = draw_turns(read_turns(run_dir, "train"), cfg.profile.max_turns, cfg.seed)
     record = present_fingerprint(bench, turns)  # of all turns, in every shard
     mine = turns_of(turns, shard) if isinstance(shard, Shard) else turns
-    workers, cache = cfg.rendering.workers, run_dir / "prompts" if cfg.rendering.cache else None
-    copies = duplicate_prompts(turns, bench.renderer, workers, cache) if cfg.trajectories.deduplicate else set()
+    workers, folder = cfg.rendering.workers, run_dir / "prompts" if cfg.rendering.cache else None
+    copies = duplicate_prompts(turns, bench.renderer, workers, folder) if cfg.trajectories.deduplicate else set()
     states, skipped = render_states(
         mine,
         bench.renderer,
@@ -98,7 +98,7 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
         cfg.model.context_length,
         cfg.sampling.max_new_tokens,
         workers,
-        cache,
+        folder,
         copies,
     )
     write_jsonl(directory / "skipped.jsonl", (asdict(s) for s in skipped))
