@@ -96,7 +96,8 @@ def raw_decode(text: str, start: int = 0) -> tuple[Any, int]:
         raise StrictJsonError("too_deep", f"nested deeper than {MAX_DEPTH} levels") from error
     except json.JSONDecodeError as error:
         raise StrictJsonError("not_json", f"{error.msg} at character {error.pos}") from error
-    _check_depth(value)
+    if text.count("{", start, end) + text.count("[", start, end) > MAX_DEPTH:  # else it cannot be deeper
+        _check_depth(value)
     _check_surrogates(text, start, end, value)
     return value, end
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pivotrl import config
@@ -221,14 +221,15 @@ def test_digest_set_is_a_set(values: list[int]) -> None:
     assert len(ours) == len(theirs)
 
 
-@given(st.sets(st.integers(1, 2**64 - 1), min_size=1, max_size=300))
+@settings(deadline=None, max_examples=50)
+@given(st.sets(st.integers(1, 2**64 - 2), min_size=1, max_size=40))
 def test_the_smallest_of_a_digest_set(values: set[int]) -> None:
     ours = DigestSet()
     for value in values:
         ours.add_number(value)
     assert [ours.smallest(i + 1) for i in range(len(values))] == sorted(values)
     assert all(value.to_bytes(8, "little") in ours for value in values)
-    assert all(((value + 1) % 2**64).to_bytes(8, "little") not in ours for value in values if value + 1 not in values)
+    assert all((value + 1).to_bytes(8, "little") not in ours for value in values if value + 1 not in values)
 
 
 def test_the_spool_gives_back_what_it_got(shared_data: Path, tmp_path: Path) -> None:
