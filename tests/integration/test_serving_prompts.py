@@ -94,7 +94,7 @@ def request_messages(turn: Turn) -> list[dict[str, Any]]:
     return result
 
 
-def served_ids(turn: Turn, tokenizer: Any, template: str | None) -> list[int]:
+def served_text(turn: Turn, tokenizer: Any, template: str | None) -> str:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.renderers.chat_utils import parse_chat_messages
     from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
@@ -105,7 +105,8 @@ def served_ids(turn: Turn, tokenizer: Any, template: str | None) -> list[int]:
     dumped = [tool.model_dump() for tool in request.tools] if request.tools else None
     content = resolve_chat_template_content_format(template, dumped, "auto", tokenizer, model_config=config)
     conversation, _, _ = parse_chat_messages(request.messages, config, content_format=content)
-    text = safe_apply_chat_template(
+    assert not request.add_special_tokens
+    text: str = safe_apply_chat_template(
         config,
         tokenizer,
         conversation,
@@ -114,8 +115,7 @@ def served_ids(turn: Turn, tokenizer: Any, template: str | None) -> list[int]:
         tokenize=False,
         add_generation_prompt=request.add_generation_prompt,
     )
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
-    return ids
+    return text
 
 
 @pytest.mark.parametrize("template", ["hermes", "drops_thinking"])
@@ -135,13 +135,15 @@ def test_states_are_what_the_chat_endpoint_renders(
     text = named_template("hermes") if name else DROPS_THINKING
     count = dropped = kept = 0
     for turn in states(shared_data):
-        ours = renderer.prompt_ids(turn.messages, turn.tools)
-        difference = first_difference(ours, served_ids(turn, renderer.tokenizer, text), renderer.tokenizer)
-        assert difference is None, f"{turn.id}: {difference}"
+        ours, theirs = renderer.prompt_text(turn.messages, turn.tools), served_text(turn, renderer.tokenizer, text)
         count += 1
+        if ours != theirs or not ALL or count % 8 == 0:  # equal texts have equal ids: of all states, some are enough
+            ids = renderer.tokenizer.encode(theirs, add_special_tokens=False)
+            difference = first_difference(renderer.prompt_ids(turn.messages, turn.tools), ids, renderer.tokenizer)
+            assert difference is None and ours == theirs, f"{turn.id}: {difference}"
         thinking = [m["thinking"] for m in turn.messages if "thinking" in m]
         if thinking:
-            shown = thinking[0] in renderer.prompt_text(turn.messages, turn.tools)
+            shown = thinking[0] in ours
             kept, dropped = kept + shown, dropped + (not shown)
     print(f"{count} states, {template}")
     assert count > 250 and dropped > 20 and (kept > 20 if template == "drops_thinking" else kept == 0)
