@@ -51,7 +51,8 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     if not summary["turns"]["kept"]:
         write_json(out / "audit.json", summary)
         reasons = {**summary["trajectories"]["skipped"], **summary["turns"]["skipped"]}
-        raise UserError(f"{path}: no turn was kept ({reasons}). See {out / 'skipped.jsonl'} for each row's reason.")
+        first = f" The first: {audit.first}." if audit.first else ""
+        raise UserError(f"{path}: no turn was kept ({reasons}).{first} All are in {out / 'skipped.jsonl'}.")
     write_json(out / "summary.json", summary)
     return summary
 
@@ -142,6 +143,7 @@ class _Audit:
 
     def __init__(self) -> None:
         self.read = self.kept = self.candidates = self.kept_turns = 0
+        self.first: str | None = None  # what was skipped first, for a person
         self.skipped: Counter[str] = Counter()
         self.skipped_turns: Counter[str] = Counter()
         self.by_split: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
@@ -155,6 +157,7 @@ class _Audit:
         file["read"] += 1
         if isinstance(item, Skip):
             self.skipped[item.reason] += 1
+            self.first = self.first or f"{item.source}:{item.line}: {item.reason}: {item.detail}"
             file["skipped"] += 1
         else:
             self.kept += 1
@@ -164,6 +167,7 @@ class _Audit:
         self.candidates += 1
         if isinstance(item, Skip):
             self.skipped_turns[item.reason] += 1
+            self.first = self.first or f"{item.source}:{item.line}: {item.id}: {item.reason}: {item.detail}"
         else:
             self.kept_turns += 1
             self.by_split[item.split] += 1

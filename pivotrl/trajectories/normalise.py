@@ -149,7 +149,8 @@ class _Pending:
         for call in (*by_id, *in_order):
             self.open = [other for other in self.open if other is not call]
             return call
-        raise RowError("orphan_tool_result", f"{where}: no open call with id {str(identity)[:80]}"[:200])
+        hint = "a result follows the assistant message that calls it"
+        raise RowError("orphan_tool_result", f"{where}: no open call with id {str(identity)[:80]!r}; {hint}")
 
 
 def messages_of(raw: Any) -> list[JsonDict]:

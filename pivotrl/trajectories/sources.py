@@ -34,6 +34,8 @@ class BrokenFile(Exception):
 
 def find_files(path: str) -> list[Path]:
     """Files of a file, folder (recursive) or glob, sorted. Raises `UserError` when there are none."""
+    if not path.strip():
+        raise UserError("trajectories.path is empty. Give a file, a folder or a glob.")
     place = Path(path)
     places = [place] if place.exists() else [Path(p) for p in sorted(glob.glob(path, recursive=True))]
     if not places:

@@ -102,13 +102,22 @@ def raw_decode(text: str, start: int = 0) -> tuple[Any, int]:
     return value, end
 
 
+_FOREIGN = {
+    b"\xff\xfe": "UTF-16: convert the file to UTF-8",
+    b"\xfe\xff": "UTF-16: convert the file to UTF-8",
+    b"\x1f\x8b": "gzip: name the file .gz",
+    b"\x28\xb5\x2f\xfd": "Zstandard: name the file .zst",
+}
+
+
 def loads(data: str | bytes) -> Any:
     """Decode one JSON document. Raises `StrictJsonError`."""
     if isinstance(data, bytes):
         try:
             data = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise StrictJsonError("bad_encoding", f"not UTF-8: byte {error.start} of the row") from error
+            kind = next((f" ({hint})" for mark, hint in _FOREIGN.items() if data.startswith(mark)), "")
+            raise StrictJsonError("bad_encoding", f"not UTF-8: byte {error.start} of the row{kind}") from error
     text = data.strip(" \t\r\n")
     value, end = raw_decode(text)
     if end != len(text):

@@ -101,7 +101,9 @@ def served_text(turn: Turn, tokenizer: Any, template: str | None) -> str:
 
     tools = {"tools": turn.tools} if turn.tools else {}
     request = ChatCompletionRequest(model="m", messages=request_messages(turn), **tools)
-    config: Any = SimpleNamespace(multimodal_config=None, enable_prompt_embeds=False, trust_remote_code=False)
+    config: Any = SimpleNamespace(
+        multimodal_config=None, enable_prompt_embeds=False, trust_remote_code=False, revision=None, code_revision=None
+    )
     dumped = [tool.model_dump() for tool in request.tools] if request.tools else None
     content = resolve_chat_template_content_format(template, dumped, "auto", tokenizer, model_config=config)
     conversation, _, _ = parse_chat_messages(request.messages, config, content_format=content)

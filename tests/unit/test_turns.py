@@ -127,7 +127,7 @@ def test_stage_accounts_for_every_row(shared_data: Path, tmp_path: Path) -> None
 def test_no_kept_turn_is_an_error_with_an_audit(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "x"}]}\nnope\n')
-    with pytest.raises(UserError, match="no_assistant_turn"):
+    with pytest.raises(UserError, match=r"no_assistant_turn.* The first: .*x\.jsonl:1: no_assistant_turn: 1 messages"):
         run_turns(configured(file), tmp_path / "run")
     assert len(list(read_jsonl(tmp_path / "run/turns/skipped.jsonl"))) == 2
     assert not (tmp_path / "run/turns/summary.json").exists()
