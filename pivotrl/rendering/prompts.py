@@ -66,16 +66,21 @@ def _rendered(states: Sequence[State], renderer: Renderer, workers: int) -> Iter
     made = (str(renderer.model_dir), renderer.chat_template, renderer.action_format)
     # Spawned, not forked: this process may hold threads, an engine or a GPU.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, context, _start, made) as pool:
+    pool = ProcessPoolExecutor(count, context, _start, made)
+    try:
         tasks = [states[i : i + PER_TASK] for i in range(0, len(states), PER_TASK)]
         for group in pool.map(_render, tasks):
             yield from group
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted run does not wait for what is queued
 
 
 def default_workers() -> int:
     """CPUs of this process, shared among the ranks that a launcher started on this node."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(len(os.sched_getaffinity(0)) // ranks, MOST_WORKERS))
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux; elsewhere all CPUs count
+    cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, min(cpus // ranks, MOST_WORKERS))
 
 
 _worker: Any = None  # the renderer of a worker process
