@@ -62,7 +62,6 @@ def states(shared: Path) -> Iterator[Turn]:
             continue
         items = [i for i in read_trajectories(str(file)) if isinstance(i, Trajectory)]
         turns = [t for i in items for t in split_turns(i, "train") if isinstance(t, Turn)]
-        assert turns, file
         for turn in turns if ALL else turns[:: 1 + len(turns) // EVERY]:
             if not ALL and sum(len(m.get("content", "")) for m in turn.messages) > LONGEST:
                 continue
