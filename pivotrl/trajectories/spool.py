@@ -58,4 +58,4 @@ class Spool:
                 yield Skip(*row)
                 continue
             tools = tools if row[3] is None else row[3]
-            yield Trajectory(*row[:3], tools, *row[4:])
+            yield Trajectory(row[0], row[1], row[2], tools, row[4], row[5], row[6])

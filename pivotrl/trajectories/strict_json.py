@@ -112,13 +112,12 @@ _FOREIGN = {
 
 def loads(data: str | bytes) -> Any:
     """Decode one JSON document. Raises `StrictJsonError`."""
-    if isinstance(data, bytes):
-        try:
-            data = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            kind = next((f" ({hint})" for mark, hint in _FOREIGN.items() if data.startswith(mark)), "")
-            raise StrictJsonError("bad_encoding", f"not UTF-8: byte {error.start} of the row{kind}") from error
-    text = data.strip(" \t\r\n")
+    try:
+        whole = data if isinstance(data, str) else data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        kind = next((f" ({hint})" for mark, hint in _FOREIGN.items() if error.object.startswith(mark)), "")
+        raise StrictJsonError("bad_encoding", f"not UTF-8: byte {error.start} of the row{kind}") from error
+    text = whole.strip(" \t\r\n")
     value, end = raw_decode(text)
     if end != len(text):
         raise StrictJsonError("not_json", f"text after the value, from character {end}")
