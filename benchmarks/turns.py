@@ -1,24 +1,29 @@
 """`pivotrl turns` on synthetic trajectories, one core, no rendering: `python -m benchmarks.turns [--json]`.
 
 Runs the stage twice, each in a process of its own: on a tenth of the trajectories and on all of them. Turns a second
-come from the whole run (both passes over the input, splits, flags, deduplication, files); memory that does not grow
-with the input is the two peaks being near each other.
+come from the whole run (reading, splits, flags, deduplication, files). Growth is the difference of the two peaks over
+that of the turns; what may grow is the index of ids, tasks and turns seen (16 to 32 bytes each).
+
+`--stream GIB` sends that much through a pipe into the reader alone, and prints its peak after a tenth and at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment
+from pivotrl.trajectories.schema import Trajectory
 
 TARGET = 5000.0  # turns a second
 WORDS = (
@@ -89,6 +94,33 @@ def stage(path: Path, run_dir: Path) -> dict[str, float]:
     return {"turns": summary["turns"]["kept"], "seconds": seconds, "cpu_seconds": cpu, "peak_mib": peak}
 
 
+def stream(path: Path, gib: float) -> dict[str, float]:
+    """Read `gib` GiB of rows that another thread writes into the pipe `path`; the file never exists as a whole."""
+    from pivotrl.trajectories.reader import read_trajectories
+
+    line = json.dumps({"tools": tools(), "messages": list(messages(1, 6)), "meta": {"task_id": 1}})
+    rows = max(int(gib * (1 << 30) / (len(line) + 24)), 10)
+
+    def feed() -> None:
+        with path.open("w", encoding="utf-8") as pipe:
+            for i in range(rows):
+                pipe.write(f'{{"id": "run_{i:09}", {line[1:]}\n')
+
+    os.mkfifo(path)
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    start, tenth = time.process_time(), 0.0
+    for number, item in enumerate(read_trajectories(str(path))):
+        assert isinstance(item, Trajectory), item
+        if number == rows // 10:
+            tenth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    feeder.join()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    growth = (peak - tenth) * 1024 / (rows - rows // 10)
+    figures = {"gib": rows * (len(line) + 24) / (1 << 30), "rows": rows, "cpu_seconds": time.process_time() - start}
+    return {**figures, "tenth_mib": tenth / 1024, "peak_mib": peak / 1024, "growth_bytes_per_row": growth}
+
+
 def measured(count: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trajectories.jsonl"
@@ -107,20 +139,27 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=6, help="assistant turns of each (default 6)")
     parser.add_argument("--stage", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stream", type=float, metavar="GIB", help="read this much through a pipe instead")
     options = parser.parse_args()
+    if options.stream is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps({"benchmark": "turns --stream", **stream(Path(folder) / "rows.jsonl", options.stream)}))
+        return
     if options.stage is not None:
         print(json.dumps(stage(options.stage, options.stage.parent / "run")))
         return
     small = measured(max(options.trajectories // 10, 1), options.turns)
     whole = measured(options.trajectories, options.turns)
+    growth = (whole["peak_mib"] - small["peak_mib"]) * (1 << 20) / max(whole["turns"] - small["turns"], 1)
     if options.json:
         result = {"benchmark": "turns", "target": TARGET, "tenth": small, "whole": whole, **environment()}
+        result["growth_bytes_per_turn"] = growth
         print(json.dumps(result), flush=True)
         return
     for row in (small, whole):
         rate = f"{row['turns_per_second']:.0f} turns/s, {row['turns_per_cpu_second']:.0f} a CPU second"
         print(f"{row['trajectories']:>8} trajectories: {rate}, {row['turns']} turns, peak {row['peak_mib']:.0f} MiB")
-    print(f"target {TARGET:.0f} turns/s on one core")
+    print(f"memory grows by {growth:.0f} bytes a turn; target {TARGET:.0f} turns/s on one core")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class Trajectories:
     warmup_fraction: float = 0.2  # of the tasks; SFT that gives pi_0 format ability
     validation_fraction: float = 0.1  # of the tasks; held out from warm-up and training
     min_reward: float | None = None  # drop trajectories whose recorded reward is lower (needs meta.reward)
-    drop: list[str] = field(default_factory=list)  # leave out turns with a flag: next_error, run_failed, repeated, last
+    drop: list[str] = field(default_factory=list)  # leave out turns with a flag of `trajectories.flags`
     deduplicate: bool = True  # of turns with equal state and action, in whatever trajectories, keep the first
 
 
@@ -28,6 +28,12 @@ class Model:
     path: str = "builtin:smollm2-135m"  # Hugging Face folder, or builtin:NAME for one that a package ships
     chat_template: str | None = None  # None: the model's own; "hermes": the declared template with tools
     context_length: int = 2048  # tokens, prompt and completion together
+
+
+@dataclass
+class Rendering:
+    workers: int = 0  # processes that render many prompts; 0: the CPUs of this process, shared among local ranks
+    cache: bool = True  # keep rendered prompts in run_dir/prompts, for later stages and resumed runs
 
 
 @dataclass
@@ -257,6 +263,7 @@ class Config:
     seed: int = 0
     trajectories: Trajectories = field(default_factory=Trajectories)
     model: Model = field(default_factory=Model)
+    rendering: Rendering = field(default_factory=Rendering)
     domain: Domain = field(default_factory=Domain)
     environment: Environment = field(default_factory=Environment)
     parallel: Parallel = field(default_factory=Parallel)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pivotrl.generation.engine import Completion, Engine, Sampling
+from pivotrl.rendering.prompts import prompts_of
 from pivotrl.rollouts import Rollout
+from pivotrl.trajectories.duplicates import TurnDigests
 from pivotrl.trajectories.schema import Turn
 from pivotrl.verifiers.base import Verifier
 
@@ -41,26 +44,67 @@ def seed_for(*parts: object) -> int:
 
 
 def render_states(
-    turns: Iterable[Turn], renderer: Renderer, verifier: Verifier, context_length: int, max_new_tokens: int
+    turns: Iterable[Turn],
+    renderer: Renderer,
+    verifier: Verifier,
+    context_length: int,
+    max_new_tokens: int,
+    workers: int = 1,
+    cache: Path | None = None,
+    duplicates: Collection[str] = (),
 ) -> tuple[list[State], list[SkippedState]]:
     """Render every turn; those past the context, or whose own demonstration the verifier does not accept, are audited.
 
     A prompt is never cut (field report E8), and a turn whose demonstration cannot score 1 can teach nothing.
+    `workers`, `cache`: as in `prompts_of`. `duplicates`: ids of turns to leave out, from `duplicate_prompts`.
     """
-    states, skipped = [], []
+    accepted: list[Turn] = []
+    skipped: list[SkippedState] = []
+    order: dict[str, int] = {}
     for turn in turns:
-        verdict = verifier.verify(turn, turn.demonstration)
-        if verdict.reward != 1.0:
-            reason = "demonstration_unscorable" if verdict.reward is None else "demonstration_rejected"
-            skipped.append(SkippedState(turn.id, turn.source, reason, verdict.reason))
+        order.setdefault(turn.id, len(order))
+        if turn.id in duplicates:
+            detail = "an earlier turn has this prompt and action"
+            skipped.append(SkippedState(turn.id, turn.source, "duplicate_prompt", detail))
             continue
-        prompt = tuple(renderer.prompt_ids(turn.messages, turn.tools))
+        verdict = verifier.verify(turn, turn.demonstration)
+        if verdict.reward == 1.0:
+            accepted.append(turn)
+            continue
+        reason = "demonstration_unscorable" if verdict.reward is None else "demonstration_rejected"
+        skipped.append(SkippedState(turn.id, turn.source, reason, verdict.reason))
+    states = []
+    prompts = prompts_of([(turn.messages, turn.tools) for turn in accepted], renderer, workers, cache)
+    for turn, prompt in zip(accepted, prompts, strict=True):
         if len(prompt) + max_new_tokens > context_length:
             detail = f"prompt {len(prompt)} + new {max_new_tokens} > context {context_length} tokens"
             skipped.append(SkippedState(turn.id, turn.source, "beyond_context", detail))
-            continue
-        states.append(State(turn, prompt))
-    return states, skipped
+        else:
+            states.append(State(turn, prompt))
+    return states, sorted(skipped, key=lambda s: order[s.turn_id])
+
+
+def duplicate_prompts(
+    turns: Iterable[Turn], renderer: Renderer, workers: int = 1, cache: Path | None = None
+) -> set[str]:
+    """Ids of turns whose prompt ids and action are those of an earlier turn, though their messages differ.
+
+    Only the thinking of earlier turns can make that difference (templates drop it), so that only turns that are equal
+    without it are rendered: every shard of a profile can afford to look at all turns.
+    """
+    digests = TurnDigests(thinking=False)
+    groups: dict[bytes, list[Turn]] = {}
+    for turn in turns:
+        groups.setdefault(digests.of(turn), []).append(turn)
+    alike = [(key, turn) for key, group in groups.items() if len(group) > 1 for turn in group]
+    prompts = prompts_of([(turn.messages, turn.tools) for _, turn in alike], renderer, workers, cache)
+    seen: set[tuple[bytes, tuple[int, ...]]] = set()
+    found = set()
+    for (key, turn), prompt in zip(alike, prompts, strict=True):
+        if (key, prompt) in seen:
+            found.add(turn.id)
+        seen.add((key, prompt))
+    return found
 
 
 def score(

@@ -87,7 +87,8 @@ def show_turn(cfg: Config, turn_id: str, with_model: bool) -> str:
         "state",
     ]
     for message in turn.messages:
-        lines += [f"--- {message['role']}{' ' + message['name'] if message['role'] == 'tool' else ''}", *_body(message)]
+        name = f" {message['name']}{' (error)' if message.get('is_error') else ''}" if message["role"] == "tool" else ""
+        lines += [f"--- {message['role']}{name}", *_body(message)]
     lines += ["", "demonstrated action", *_action(turn.demonstration)]
     if with_model:
         lines += ["", *_tokens(cfg, turn)]

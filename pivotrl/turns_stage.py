@@ -16,7 +16,8 @@ from pivotrl.trajectories.duplicates import DigestSet, TurnDigests
 from pivotrl.trajectories.formats.openai_chat import to_row
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Trajectory, Turn
-from pivotrl.trajectories.splits import SPLITS, SplitLedger, split_tasks
+from pivotrl.trajectories.splits import SPLITS, SplitLedger, TaskSplits
+from pivotrl.trajectories.spool import Spool
 from pivotrl.trajectories.turn_lines import TurnLines
 from pivotrl.trajectories.turns import split_turns
 
@@ -24,7 +25,8 @@ from pivotrl.trajectories.turns import split_turns
 def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     """Read, split and audit. Returns the summary, which is written last: with it the stage is done.
 
-    Two passes over the input (the first learns the tasks), so memory does not grow with it. Every row is accounted for:
+    The input is read once, into a spool beside the output, and split when all tasks are known: memory is one trajectory
+    and at most 32 bytes each for its id, its task and each of its turns. Every row is accounted for:
     read = kept + sum(skipped), for trajectories and for turns. Raises `UserError` when no turn is left (audit written),
     and for a trajectory that two splits would share.
     """
@@ -32,35 +34,48 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").unlink(missing_ok=True)
     path = _source(cfg, out)
-    tasks = {item.task_id for item in _kept_or_skipped(cfg, path) if isinstance(item, Trajectory)}
-    splits = split_tasks(tasks, cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
+    splits = TaskSplits(cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
     audit = _Audit()
-    ledger, lines, digests = SplitLedger(), TurnLines(), TurnDigests()
-    seen = DigestSet() if cfg.trajectories.deduplicate else None
     temporary = [out / "turns.jsonl.tmp", out / "skipped.jsonl.tmp"]
-    with temporary[0].open("wb") as turns, temporary[1].open("w", encoding="utf-8") as skipped:
+    with Spool(out) as spool:
         for item in _kept_or_skipped(cfg, path):
             audit.add(item)
-            if isinstance(item, Skip):
-                _write(skipped, {"kind": "trajectory", **item.to_json()})
-                continue
-            ledger.add(item, splits[item.task_id])
-            for found in split_turns(item, splits[item.task_id]):
-                turn = _filtered(found, cfg.trajectories.drop, seen, digests)
-                audit.add_turn(turn)
-                if isinstance(turn, Skip):
-                    _write(skipped, {"kind": "turn", **turn.to_json()})
-                else:
-                    turns.write(lines.line(turn))
+            spool.add(item)
+            if isinstance(item, Trajectory):
+                splits.add(item.task_id)
+        with temporary[0].open("wb") as turns, temporary[1].open("w", encoding="utf-8") as skipped:
+            _cut(cfg, spool, splits, audit, turns, skipped)
     for file in temporary:
         file.replace(file.with_suffix(""))
     summary = audit.summary(len(splits))
     if not summary["turns"]["kept"]:
         write_json(out / "audit.json", summary)
         reasons = {**summary["trajectories"]["skipped"], **summary["turns"]["skipped"]}
-        raise UserError(f"{path}: no turn was kept ({reasons}). See {out / 'skipped.jsonl'} for each row's reason.")
+        first = f" The first: {audit.first}." if audit.first else ""
+        raise UserError(f"{path}: no turn was kept ({reasons}).{first} All are in {out / 'skipped.jsonl'}.")
     write_json(out / "summary.json", summary)
     return summary
+
+
+def _cut(
+    cfg: config.Config, spool: Spool, splits: TaskSplits, audit: _Audit, turns: IO[bytes], skipped: IO[str]
+) -> None:
+    """Trajectories -> lines of turns.jsonl and skipped.jsonl."""
+    ledger, lines, digests = SplitLedger(), TurnLines(), TurnDigests()
+    seen = DigestSet() if cfg.trajectories.deduplicate else None
+    for item in spool:
+        if isinstance(item, Skip):
+            _write(skipped, {"kind": "trajectory", **item.to_json()})
+            continue
+        split = splits.of(item.task_id)
+        ledger.add(item, split)
+        for found in split_turns(item, split):
+            turn = _filtered(found, cfg.trajectories.drop, seen, digests)
+            audit.add_turn(turn)
+            if isinstance(turn, Skip):
+                _write(skipped, {"kind": "turn", **turn.to_json()})
+            else:
+                turns.write(lines.line(turn))
 
 
 def _filtered(turn: Turn | Skip, drop: list[str], seen: DigestSet | None, digests: TurnDigests) -> Turn | Skip:
@@ -128,6 +143,7 @@ class _Audit:
 
     def __init__(self) -> None:
         self.read = self.kept = self.candidates = self.kept_turns = 0
+        self.first: str | None = None  # what was skipped first, for a person
         self.skipped: Counter[str] = Counter()
         self.skipped_turns: Counter[str] = Counter()
         self.by_split: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
@@ -141,6 +157,7 @@ class _Audit:
         file["read"] += 1
         if isinstance(item, Skip):
             self.skipped[item.reason] += 1
+            self.first = self.first or f"{item.source}:{item.line}: {item.reason}: {item.detail}"
             file["skipped"] += 1
         else:
             self.kept += 1
@@ -150,6 +167,7 @@ class _Audit:
         self.candidates += 1
         if isinstance(item, Skip):
             self.skipped_turns[item.reason] += 1
+            self.first = self.first or f"{item.source}:{item.line}: {item.id}: {item.reason}: {item.detail}"
         else:
             self.kept_turns += 1
             self.by_split[item.split] += 1

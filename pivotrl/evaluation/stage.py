@@ -57,7 +57,13 @@ class Evaluator:
         if cfg.environment.name is None:
             turns = draw_turns(read_turns(run_dir, "validation"), cfg.evaluate.tasks, cfg.seed)
             self.states, _ = render_states(
-                turns, bench.renderer, bench.verifier, cfg.model.context_length, cfg.sampling.max_new_tokens
+                turns,
+                bench.renderer,
+                bench.verifier,
+                cfg.model.context_length,
+                cfg.sampling.max_new_tokens,
+                cfg.rendering.workers,
+                run_dir / "prompts" if cfg.rendering.cache else None,
             )
             if not self.states:
                 raise UserError(

@@ -14,7 +14,7 @@ from typing import Any
 from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.io import read_json, read_jsonl, write_json, write_jsonl
-from pivotrl.local_rollouts import LocalRoller, State, render_states
+from pivotrl.local_rollouts import LocalRoller, State, duplicate_prompts, render_states
 from pivotrl.profiling.adaptive import Plan, make_plan
 from pivotrl.profiling.fingerprint import fingerprint, weights_digest
 from pivotrl.profiling.ledger import Cost, CostLog
@@ -33,14 +33,18 @@ from pivotrl.profiling.store import RolloutStore
 from pivotrl.setup import Workbench
 from pivotrl.tracking.progress import progress
 from pivotrl.trajectories.schema import Turn
+from pivotrl.trajectories.turn_lines import turns_in
 
 
 def read_turns(run_dir: Path, split: str) -> list[Turn]:
-    """Turns of one split, as `pivotrl turns` wrote them. Raises UserError when that stage has not run."""
+    """Turns of one split, as `pivotrl turns` wrote them; those of a trajectory share their messages.
+
+    Raises UserError when that stage has not run.
+    """
     path = run_dir / "turns" / "turns.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: run `pivotrl turns run_dir={run_dir} trajectories.path=FILE` first")
-    return [turn for row in read_jsonl(path) if (turn := Turn.from_json(row)).split == split]
+    return list(turns_in(path, split))
 
 
 def present_fingerprint(bench: Workbench, turns: list[Turn]) -> dict[str, Any]:
@@ -85,8 +89,17 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     turns = draw_turns(read_turns(run_dir, "train"), cfg.profile.max_turns, cfg.seed)
     record = present_fingerprint(bench, turns)  # of all turns, in every shard
     mine = turns_of(turns, shard) if isinstance(shard, Shard) else turns
+    workers, folder = cfg.rendering.workers, run_dir / "prompts" if cfg.rendering.cache else None
+    copies = duplicate_prompts(turns, bench.renderer, workers, folder) if cfg.trajectories.deduplicate else set()
     states, skipped = render_states(
-        mine, bench.renderer, bench.verifier, cfg.model.context_length, cfg.sampling.max_new_tokens
+        mine,
+        bench.renderer,
+        bench.verifier,
+        cfg.model.context_length,
+        cfg.sampling.max_new_tokens,
+        workers,
+        folder,
+        copies,
     )
     write_jsonl(directory / "skipped.jsonl", (asdict(s) for s in skipped))
     reasons = dict(Counter(s.reason for s in skipped))

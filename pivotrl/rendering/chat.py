@@ -46,6 +46,7 @@ class Renderer:
 
     def __init__(self, model_dir: Path, chat_template: str | None = None, action_format: str = "hermes") -> None:
         self.model_dir = Path(model_dir)
+        self.chat_template = chat_template
         self.action_format = get_action_format(action_format).name
         self.tokenizer = _load_tokenizer(self.model_dir)
         if chat_template is None and not self.tokenizer.chat_template:
@@ -159,7 +160,7 @@ class Renderer:
 def template_message(message: JsonDict) -> JsonDict:
     """A schema message as templates expect it: arguments stay objects (a string would be encoded twice, E3)."""
     if message["role"] != "assistant":
-        return dict(message)
+        return {key: value for key, value in message.items() if key != "is_error"}
     result: JsonDict = {"role": "assistant", "content": message.get("content", "")}
     if "thinking" in message:
         result["reasoning_content"] = result["reasoning"] = message["thinking"]  # engines give templates both names

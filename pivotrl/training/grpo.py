@@ -46,7 +46,13 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> list[State]:
         print(f"train: foreign profile allowed: {line}")
     pivots = [t for t in turns if t.id in chosen]
     states, _ = render_states(
-        pivots, bench.renderer, bench.verifier, cfg.model.context_length, cfg.sampling.max_new_tokens
+        pivots,
+        bench.renderer,
+        bench.verifier,
+        cfg.model.context_length,
+        cfg.sampling.max_new_tokens,
+        cfg.rendering.workers,
+        run_dir / "prompts" if cfg.rendering.cache else None,
     )
     if not states:
         raise UserError(f"no pivot to train on in {path}: run `pivotrl select` with another set or lambda")

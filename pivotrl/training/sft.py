@@ -22,6 +22,7 @@ from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.profiling.stage import read_turns
 from pivotrl.rendering.chat import Renderer
+from pivotrl.rendering.prompts import prompts_of
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
@@ -43,13 +44,13 @@ class Demonstration:
 
 
 def demonstrations(
-    turns: Sequence[Turn], renderer: Renderer, context_length: int
+    turns: Sequence[Turn], renderer: Renderer, context_length: int, workers: int = 1
 ) -> tuple[list[list[Demonstration]], int]:
     """One list of demonstrations per trajectory, and how many turns were beyond the context (left out)."""
     by_trajectory: dict[str, list[Demonstration]] = defaultdict(list)
     beyond = 0
-    for turn in turns:
-        prompt = renderer.prompt_ids(turn.messages, turn.tools)
+    prompts = prompts_of([(turn.messages, turn.tools) for turn in turns], renderer, workers)
+    for turn, prompt in zip(turns, prompts, strict=True):
         action = renderer.completion_ids(turn.demonstration)
         if len(prompt) + len(action) > context_length:
             beyond += 1
@@ -84,7 +85,8 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
     started = time.monotonic()
     directory = run_dir / stage
     bench = Workbench.build(cfg, run_dir) if stage == "sft" else Workbench.from_model(cfg, run_dir)
-    rows, beyond = demonstrations(read_turns(run_dir, split), bench.renderer, cfg.model.context_length)
+    turns = read_turns(run_dir, split)
+    rows, beyond = demonstrations(turns, bench.renderer, cfg.model.context_length, cfg.rendering.workers)
     if not rows:
         raise UserError(
             f"{stage}: no turn of the {split} split fits model.context_length={cfg.model.context_length} "

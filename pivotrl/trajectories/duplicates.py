@@ -26,7 +26,31 @@ class DigestSet:
 
     def add(self, digest: bytes) -> bool:
         """Whether the 8-byte digest is new."""
-        value = int.from_bytes(digest, "little") or 1  # 0 marks a free slot
+        return self.add_number(int.from_bytes(digest, "little"))
+
+    def __contains__(self, digest: bytes) -> bool:
+        slots, mask = self._slots, len(self._slots) - 1
+        value = int.from_bytes(digest, "little") or 1
+        place = value & mask
+        while slots[place] not in (0, value):
+            place = (place + 1) & mask
+        return slots[place] == value
+
+    def smallest(self, count: int) -> int:
+        """The `count`-th smallest number, from 1; without a sorted copy of all."""
+        sizes = [0] * 4096
+        for value in self._slots:
+            if value:
+                sizes[value >> 52] += 1
+        bucket = 0
+        while count > sizes[bucket]:
+            count -= sizes[bucket]
+            bucket += 1
+        return sorted(value for value in self._slots if value and value >> 52 == bucket)[count - 1]
+
+    def add_number(self, value: int) -> bool:
+        """Whether a number below 2^64 is new (0 counts as 1: it marks a free slot)."""
+        value = value or 1
         if not self._insert(value):
             return False
         self._used += 1
@@ -53,30 +77,42 @@ class TurnDigests:
     """Digests of (tools, state, action); those of one trajectory cost its length once, not once a turn.
 
     Ids of calls do not count, nor does the thinking of the action: templates and verifiers pass over both.
+    `thinking`: whether that of earlier turns counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thinking: bool = True) -> None:
+        self._thinking = thinking
         self._trajectory: str | None = None
-        self._tools: list[JsonDict] | None = None
+        self._tools: tuple[list[JsonDict] | None, hashlib.blake2b] = (None, hashlib.blake2b())  # with their hash
         self._done = 0  # messages that the running hash holds
         self._hash = hashlib.blake2b()
 
     def of(self, turn: Turn) -> bytes:
         """8 bytes. Turns of one trajectory must come in order."""
-        if turn.trajectory_id != self._trajectory or turn.tools is not self._tools or len(turn.messages) < self._done:
-            self._trajectory, self._tools, self._done = turn.trajectory_id, turn.tools, 0
-            self._hash = hashlib.blake2b(_encode(turn.tools).encode(), digest_size=8)
+        known = turn.tools is self._tools[0]
+        if not known:
+            self._tools = (turn.tools, hashlib.blake2b(_encode(turn.tools).encode(), digest_size=8))
+        if not known or turn.trajectory_id != self._trajectory or len(turn.messages) < self._done:
+            self._trajectory, self._done, self._hash = turn.trajectory_id, 0, self._tools[1].copy()
         for message in turn.messages[self._done :]:
-            self._hash.update(_bytes(message))
+            self._hash.update(_bytes(message, self._thinking))
         self._done = len(turn.messages)
         whole = self._hash.copy()
         action = turn.demonstration
-        calls = [[call.name, call.arguments] for call in action.tool_calls]
-        whole.update(_encode([action.text, calls]).encode())
+        whole.update(_joined(action.text, _calls([(call.name, call.arguments) for call in action.tool_calls])))
         return whole.digest()
 
 
-def _bytes(message: JsonDict) -> bytes:
-    calls = [[call["name"], call["arguments"]] for call in message.get("tool_calls", ())]
-    parts = [message["role"], message.get("content"), message.get("thinking"), message.get("name"), calls]
-    return _encode(parts).encode()
+def _bytes(message: JsonDict, with_thinking: bool) -> bytes:
+    calls = _calls([(call["name"], call["arguments"]) for call in message.get("tool_calls", ())])
+    text, thinking = message.get("content", ""), message.get("thinking", "") if with_thinking else ""
+    return _joined(message["role"], message.get("name", ""), text, thinking, calls)
+
+
+def _calls(calls: list[tuple[str, JsonDict]]) -> str:
+    return _encode(calls) if calls else ""
+
+
+def _joined(*parts: str) -> bytes:
+    """Lengths, then parts: no two lists of parts give the same bytes."""
+    return "\0".join((*(str(len(part)) for part in parts), *parts)).encode("utf-8", "surrogatepass")

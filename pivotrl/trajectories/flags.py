@@ -1,9 +1,10 @@
 """Flags on turns: facts about where a turn stands in its run, for filters and for a person who looks at it.
 
-next_error    a result of its calls is an error, by the conventions below
+next_error    a result of its calls is an error, as recorded (`is_error`) or by the conventions below
 run_failed    the recorded reward of the trajectory is 0 or less
 repeated      an earlier turn of the trajectory took the same action (calls, or text where there are none)
 last          the last assistant turn of the trajectory
+text_syntax   its calls were written as text of the agent's own, for which the state's instructions still ask
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from pivotrl.trajectories.schema import JsonDict
 
-FLAGS = ("next_error", "run_failed", "repeated", "last")
+FLAGS = ("next_error", "run_failed", "repeated", "last", "text_syntax")
 
 # How tools of the supported agents report failure: a prefix, a traceback, an exit status, or a JSON object.
 _ERROR = re.compile(
@@ -54,7 +55,7 @@ def turn_flags(messages: Sequence[JsonDict], place: int, last: bool, seen: set[s
     for message in messages[place + 1 :]:
         if message["role"] != "tool":
             break
-        if is_error(message["content"]):
+        if message.get("is_error") or is_error(message["content"]):
             found.append("next_error")
             break
     if isinstance(reward, (int, float)) and not isinstance(reward, bool) and reward <= 0:

@@ -98,18 +98,22 @@ def _read_call(body: str, start: int) -> tuple[ToolCall | None, int, str | None]
     while rest < len(body) and body[rest] in " \t\r\n":
         rest += 1
     if not body.startswith(CLOSE, rest):
-        close, following = body.find(CLOSE, rest), body.find(OPEN, rest)
-        closed = close >= 0 and (following < 0 or close < following)
+        closed = _marks(body, rest)[0] >= 0
         return None, _after_broken(body, rest), "trailing_garbage" if closed else "unclosed_tool_call"
     call, problem = call_from_value(value)
     return call, rest + len(CLOSE), problem
 
 
 def _after_broken(body: str, start: int) -> int:
-    close, following = body.find(CLOSE, start), body.find(OPEN, start)
-    if close >= 0 and (following < 0 or close < following):
-        return close + len(CLOSE)
-    return following if following >= 0 else len(body)
+    close, following = _marks(body, start)
+    return close + len(CLOSE) if close >= 0 else following
+
+
+def _marks(body: str, start: int) -> tuple[int, int]:
+    """(the closing tag before the next opening one, or -1; that opening tag, or the end). Linear over a whole parse."""
+    following = body.find(OPEN, start)
+    following = following if following >= 0 else len(body)
+    return body.find(CLOSE, start, following), following
 
 
 def call_from_value(value: Any) -> tuple[ToolCall | None, str | None]:

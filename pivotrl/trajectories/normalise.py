@@ -149,7 +149,8 @@ class _Pending:
         for call in (*by_id, *in_order):
             self.open = [other for other in self.open if other is not call]
             return call
-        raise RowError("orphan_tool_result", f"{where}: no open call with id {str(identity)[:80]}"[:200])
+        hint = "a result follows the assistant message that calls it"
+        raise RowError("orphan_tool_result", f"{where}: no open call with id {str(identity)[:80]!r}; {hint}")
 
 
 def messages_of(raw: Any) -> list[JsonDict]:
@@ -171,6 +172,8 @@ def messages_of(raw: Any) -> list[JsonDict]:
             call = pending.take(message.get("tool_call_id"), message.get("name"), where)
             content = text_of(message.get("content"), where)
             result.append({"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": content})
+            if message.get("is_error") is True:
+                result[-1]["is_error"] = True
         else:
             raise RowError("unknown_role", f"{where}: {str(role)[:80]!r}")
     if not any(message["role"] == "assistant" for message in result):

@@ -126,6 +126,10 @@ def _row(value: Any) -> JsonDict:
             value = {"events": value}
     if not isinstance(value, dict):
         raise RowError("not_an_object", f"the row is a {type(value).__name__}")
+    for key in ("conversations", "conversation"):  # the list by another name; from/value pairs are ShareGPT's
+        turns = value.get(key)
+        if "messages" not in value and isinstance(turns, list) and turns and isinstance(turns[0], dict):
+            value = {**value, "messages": turns} if "role" in turns[0] else value
     if isinstance(value.get("messages"), str):
         value = {**value, "messages": strict_json.loads(value["messages"])}
     return value

@@ -3,8 +3,9 @@
 Messages are kept in one shape, OpenAI chat, with `arguments` decoded to an object:
     {"role": "system" | "user", "content": str}
     {"role": "assistant", "content": str, "thinking": str, "tool_calls": [{"id": str, "name": str, "arguments": dict}]}
-    {"role": "tool", "tool_call_id": str, "name": str, "content": str}
-Absent parts are left out of an assistant message (no empty `tool_calls`, no null `content`).
+    {"role": "tool", "tool_call_id": str, "name": str, "content": str, "is_error": True}
+Absent parts are left out of an assistant message (no empty `tool_calls`, no null `content`). `is_error` is there where
+the source recorded the failure of a call; no template sees it.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ class BrokenFile(Exception):
 
 def find_files(path: str) -> list[Path]:
     """Files of a file, folder (recursive) or glob, sorted. Raises `UserError` when there are none."""
+    if not path.strip():
+        raise UserError("trajectories.path is empty. Give a file, a folder or a glob.")
     place = Path(path)
     places = [place] if place.exists() else [Path(p) for p in sorted(glob.glob(path, recursive=True))]
     if not places:
@@ -41,7 +43,8 @@ def find_files(path: str) -> list[Path]:
     found: dict[Path, None] = {}
     for place in places:
         inside = sorted(place.rglob("*")) if place.is_dir() else [place]
-        found.update((p, None) for p in inside if p.is_file() and (p == place or p.name.endswith(SUFFIXES)))
+        # A file that is named may have any suffix, or be a pipe: it is read once.
+        found.update((p, None) for p in inside if p == place or (p.is_file() and p.name.endswith(SUFFIXES)))
     if not found:
         raise UserError(
             f"trajectories.path={path}: no {', '.join((*PLAIN, '.parquet'))} file in there (or .gz or .zst of one)."

@@ -57,11 +57,19 @@ _DECODER = json.JSONDecoder(
 )
 
 
+_CONTAINERS = (dict, list)  # of a decoded value: exactly these, no subclasses
+
+
 def _check_depth(value: Any) -> None:
-    level = [value] if isinstance(value, (dict, list)) else []
+    level = [value]
     for _ in range(MAX_DEPTH):
-        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
-        level = [child for child in children if isinstance(child, (dict, list))]
+        level = [
+            child
+            for node in level
+            if node.__class__ in _CONTAINERS
+            for child in (node.values() if node.__class__ is dict else node)
+            if child.__class__ in _CONTAINERS
+        ]
         if not level:
             return
     raise StrictJsonError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
@@ -88,19 +96,28 @@ def raw_decode(text: str, start: int = 0) -> tuple[Any, int]:
         raise StrictJsonError("too_deep", f"nested deeper than {MAX_DEPTH} levels") from error
     except json.JSONDecodeError as error:
         raise StrictJsonError("not_json", f"{error.msg} at character {error.pos}") from error
-    _check_depth(value)
+    if text.count("{", start, end) + text.count("[", start, end) > MAX_DEPTH:  # else it cannot be deeper
+        _check_depth(value)
     _check_surrogates(text, start, end, value)
     return value, end
 
 
+_FOREIGN = {
+    b"\xff\xfe": "UTF-16: convert the file to UTF-8",
+    b"\xfe\xff": "UTF-16: convert the file to UTF-8",
+    b"\x1f\x8b": "gzip: name the file .gz",
+    b"\x28\xb5\x2f\xfd": "Zstandard: name the file .zst",
+}
+
+
 def loads(data: str | bytes) -> Any:
     """Decode one JSON document. Raises `StrictJsonError`."""
-    if isinstance(data, bytes):
-        try:
-            data = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise StrictJsonError("bad_encoding", f"not UTF-8: byte {error.start} of the row") from error
-    text = data.strip(" \t\r\n")
+    try:
+        whole = data if isinstance(data, str) else data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        kind = next((f" ({hint})" for mark, hint in _FOREIGN.items() if error.object.startswith(mark)), "")
+        raise StrictJsonError("bad_encoding", f"not UTF-8: byte {error.start} of the row{kind}") from error
+    text = whole.strip(" \t\r\n")
     value, end = raw_decode(text)
     if end != len(text):
         raise StrictJsonError("not_json", f"text after the value, from character {end}")

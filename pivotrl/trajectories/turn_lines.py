@@ -1,13 +1,17 @@
-"""Turns -> lines of turns.jsonl, byte for byte what `json.dumps(turn.to_json())` gives, each message encoded once.
+"""Turns <-> lines of turns.jsonl, byte for byte what `json.dumps(turn.to_json())` gives.
 
-The states of a trajectory repeat each other; encoding them anew for every turn would take most of the stage.
+The states of a trajectory repeat each other: each message is encoded once, and held once when lines are read back.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from pivotrl.io import read_jsonl
 from pivotrl.trajectories.schema import JsonDict, Turn
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode  # one encoder: `json.dumps` builds a new one for every call
@@ -49,3 +53,21 @@ class TurnLines:
 
 def _dumps(value: Any) -> bytes:
     return _encode(value).encode("utf-8")
+
+
+def turns_in(path: Path, split: str | None = None) -> Iterator[Turn]:
+    """Turns of a file, or of one split in it. Those of a trajectory share their messages, and equal tools are one list:
+    memory follows the length of the trajectories, not its square."""
+    last: Turn | None = None
+    known: dict[bytes, list[JsonDict]] = {}
+    for row in read_jsonl(path):
+        if split is not None and row["split"] != split:
+            continue
+        row["tools"] = known.setdefault(marshal.dumps(row["tools"], 2), row["tools"])
+        if last is not None and last.trajectory_id == row["trajectory_id"]:
+            shared = min(len(last.messages), len(row["messages"]))
+            for i in range(shared):
+                if last.messages[i] == row["messages"][i]:
+                    row["messages"][i] = last.messages[i]
+        last = Turn.from_json(row)
+        yield last

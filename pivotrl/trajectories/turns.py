@@ -53,6 +53,8 @@ def split_turns(trajectory: Trajectory, split: str) -> Iterator[Turn | Skip]:
     seen: set[str] = set()
     for depth, place in enumerate(places):
         flags = turn_flags(messages, place, place == places[-1], seen, trajectory.meta.get("reward"))
+        if trajectory.meta.get("text_syntax") is True:
+            flags.append("text_syntax")
         if trajectory.meta.get("only_last_turn") and place != places[-1]:
             continue
         identity = f"{trajectory.id}#{depth}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pivotrl.errors import UserError
+from pivotrl.rendering import prompts
 from pivotrl.rendering.chat import Renderer
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Action, ToolCall
@@ -107,7 +108,7 @@ def test_prompts_extend_each_other_token_by_token(renderer: Renderer, shared_dat
 
 
 def test_argument_shapes_give_one_prompt(renderer: Renderer, tmp_path: Path) -> None:
-    prompts = []
+    texts = []
     for arguments in ({"a": "é"}, '{"a":"\\u00e9"}'):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]}]
@@ -115,8 +116,28 @@ def test_argument_shapes_give_one_prompt(renderer: Renderer, tmp_path: Path) -> 
         file.write_text(json.dumps({"messages": [*messages, {"role": "tool", "tool_call_id": "1", "content": "r"}]}))
         (item,) = read_trajectories(str(file))
         assert not isinstance(item, Skip)
-        prompts.append(renderer.prompt_text(item.messages, [TOOL]))
-    assert prompts[0] == prompts[1] and '{"a": "é"}' in prompts[0]
+        texts.append(renderer.prompt_text(item.messages, [TOOL]))
+    assert texts[0] == texts[1] and '{"a": "é"}' in texts[0]
+
+
+def test_processes_render_what_one_renders(
+    renderer: Renderer, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "PARALLEL_FROM", 40)
+    states = []
+    for item in read_trajectories(str(shared_data / "tau_bench/airline_sft_compact.jsonl")):
+        assert not isinstance(item, Skip)
+        states += [(t.messages, t.tools) for t in split_turns(item, "train") if not isinstance(t, Skip)]
+    states = states[:48]
+    alone = [tuple(renderer.prompt_ids(*state)) for state in states]
+    assert list(prompts.prompts_of(states, renderer, workers=2, cache=tmp_path)) == alone
+    monkeypatch.setattr(Renderer, "prompt_ids", None)
+    assert list(prompts.prompts_of(states, renderer, workers=2, cache=tmp_path)) == alone
+
+
+def test_a_recorded_failure_does_not_show(renderer: Renderer) -> None:
+    failed = [{**m, "is_error": True} if m["role"] == "tool" else m for m in STATE]
+    assert failed != STATE and renderer.prompt_text(failed, [TOOL]) == RENDERED
 
 
 def test_errors_say_what_to_do(smollm2_tokenizer: Path, tmp_path: Path) -> None:

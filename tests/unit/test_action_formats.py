@@ -64,6 +64,20 @@ def test_every_parser_is_total(text: str, name: str) -> None:
     parse_action(text, name, TOOLS)
 
 
+@pytest.mark.parametrize("name", list(ACTION_FORMATS))
+def test_odd_text_is_named_and_never_a_call(name: str) -> None:
+    odd = ["\ud800", "9" * 5000, "[" * 100_000, '{"a":' * 100_000, "NaN", '"\\udfff"', "\0", '{"a": 1, "a": 2}']
+    for value in odd:
+        for text in (
+            f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>',
+            f'<|python_tag|>{{"name": "f", "parameters": {{"a": {value}}}}}',
+            f"<function=f>\n<parameter=o>\n{value}\n</parameter>\n</function>",
+        ):
+            action = parse_action(text, name, TOOLS)
+            assert not action.tool_calls, text[:80]
+            assert action.problems or action.text == text
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "terminus"])
 def test_no_cut_of_a_completion_invents_a_call_or_a_value(name: str) -> None:
     action = Action("Look.", "hm", (ToolCall("f", {"s": "  a\n\tb ", "i": 12}),))

@@ -87,6 +87,101 @@ def test_mini_swe_agent(shared_data: Path, tmp_path: Path) -> None:
     assert isinstance(turn, Turn) and turn.messages[-1] == {"role": "user", "content": "one, please"}
 
 
+def test_text_syntax_is_flagged_or_kept_to_the_letter(shared_data: Path) -> None:
+    """As calls, under a system text that asks for text: a flag. As text: what the model wrote and saw, no flag."""
+    files = {
+        "swe_agent": "swe/raw/sweagent_humanevalfix_thought_action.traj",
+        "mini_swe": "swe/raw/mini_swe_local.traj.json",
+    }
+    for name, file in files.items():
+        path = shared_data / file
+        turns = [t for t in split_turns(only(path), "train") if isinstance(t, Turn)]
+        assert turns and all("text_syntax" in t.flags and t.demonstration.tool_calls for t in turns)
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = raw if isinstance(raw, list) else raw.get("history", raw.get("messages"))
+        (item,) = read_trajectories(str(path), f"{name}_text")
+        assert isinstance(item, Trajectory) and not item.tools
+        said = [m["content"] for m in raw if m["role"] == "assistant"]
+        assert [m["content"] for m in item.messages if m["role"] == "assistant"] == said
+        assert {m["role"] for m in item.messages} == {"system", "user", "assistant"}
+        kept = list(split_turns(item, "train"))
+        assert len(kept) == len(turns) and not any("text_syntax" in t.flags for t in kept if isinstance(t, Turn))
+    named = only(shared_data / "swe/raw/sweagent_marshmallow_function_calling.traj")
+    assert not any("text_syntax" in t.flags for t in split_turns(named, "train") if isinstance(t, Turn))
+
+
+def test_only_the_tool_section_is_cut_from_a_system_text(tmp_path: Path) -> None:
+    listed = '<tools>\n{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}\n</tools>'
+    how = "For each call write\n<tool_call>\n{...}\n</tool_call>"
+    said = {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'}
+
+    def read(text: str, **extra: Any) -> Trajectory:
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": "u"}, said]
+        return only(written(tmp_path / "x.jsonl", {"messages": messages, **extra}))
+
+    after = read(f"Be kind.\n\n# Tools\n\n{listed}\n\n{how}\n\nNever refund.")
+    assert after.messages[0]["content"] == "Be kind.\n\nNever refund." and after.tools[0]["function"]["name"] == "f"
+    assert "text_syntax" not in after.meta
+    twice = read(f"Be kind.\n\n# Tools\n\n{listed}\n\n{how}", tools=[{"name": "g"}])  # the field counts
+    assert twice.messages[0]["content"] == "Be kind." and [t["function"]["name"] for t in twice.tools] == ["g"]
+    other = read(f"Werkzeuge: {listed} {how}")
+    assert other.messages[0]["content"].startswith("Werkzeuge") and other.meta["text_syntax"] is True
+    assert read("Say <tools>[oops</tools>", tools=[{"name": "g"}]).meta["text_syntax"] is True
+    messages = [{"role": "system", "content": "Say <tools>[oops</tools>"}, {"role": "user", "content": "u"}, said]
+    (skip,) = read_trajectories(str(written(tmp_path / "x.jsonl", {"messages": messages})))
+    assert isinstance(skip, Skip) and skip.reason == "bad_tools"
+
+
+@pytest.mark.parametrize(
+    ("broken", "good"),
+    [
+        ('<tool_call>\n{"name": "f", "arguments": {"a": }}\n</tool_call>', '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),  # noqa: E501
+        ("<function=f>\n<parameter=a>1</parameter>", "<function=f>\n</function>"),
+    ],
+)  # fmt: skip
+def test_a_malformed_call_is_no_demonstration_and_stays_in_later_states(tmp_path: Path, broken: str, good: str) -> None:
+    said = ["u", broken, "<tool_response>\nbad call\n</tool_response>", good, "<tool_response>\nok\n</tool_response>", "done"]  # noqa: E501  # fmt: skip
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(said)]
+    skip, turn, last = split_turns(only(written(tmp_path / "x.jsonl", {"messages": messages})), "train")
+    assert isinstance(skip, Skip) and skip.reason == "malformed_tool_call" and skip.detail
+    assert isinstance(turn, Turn) and turn.messages == messages[:3] and turn.demonstration.tool_calls[0].name == "f"
+    assert isinstance(last, Turn) and [m["role"] for m in last.messages[3:]] == ["assistant", "tool"]
+
+
+def test_recorded_failures_of_calls_are_flagged(shared_data: Path, tmp_path: Path) -> None:
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "no luck", "is_error": True}
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": "a"},
+    ]
+    first, second = split_turns(only(written(tmp_path / "a.jsonl", {"messages": messages})), "train")
+    assert isinstance(first, Turn) and isinstance(second, Turn)
+    assert (first.flags, second.flags, second.messages[-1]["is_error"]) == (["next_error"], ["last"], True)
+    run = json.loads((shared_data / "tau2/simulation_run_example.json").read_text())
+    next(m for m in run["messages"] if m["role"] == "tool")["error"] = True
+    flags = [t.flags for t in split_turns(only(written(tmp_path / "t.json", run)), "train") if isinstance(t, Turn)]
+    assert sum("next_error" in found for found in flags) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tool_calls": ["f()"]}, "bad_tool_calls"),
+        ({"tool_calls": {"a": 1}}, "bad_tool_calls"),
+        ({"observation": "done"}, "bad_messages"),
+        ({"observation": {"results": ["done"]}}, "bad_messages"),
+    ],
+)
+def test_parts_of_a_step_are_never_dropped(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    steps = [{"source": "user", "message": "u"}, {"source": "agent", "message": "a", **change}]
+    row = {"schema_version": "ATIF-v1.8", "steps": steps}
+    (skip,) = read_trajectories(str(written(tmp_path / "x.json", row)))
+    assert isinstance(skip, Skip) and skip.reason == reason
+
+
 def test_swe_smith_xml(shared_data: Path) -> None:
     item = only(shared_data / "swe/swesmith_xml_chat.jsonl")
     names = [tool["function"]["name"] for tool in item.tools]

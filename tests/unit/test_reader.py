@@ -140,6 +140,15 @@ def test_encoding(tmp_path: Path) -> None:
     first, second = read(file)
     assert isinstance(first, Trajectory) and first.id == "a\u2028b"
     assert isinstance(second, Skip) and second.reason == "bad_encoding"
+    text = json.dumps({"messages": [{"role": "user", "content": "café"}]}, ensure_ascii=False)
+    for data, hint in (
+        (text.encode("utf-16"), "UTF-16"),
+        (gzip.compress(text.encode()), "gzip"),
+        (text.encode("latin-1"), ""),
+    ):
+        file.write_bytes(data)
+        skip = read(file)[0]
+        assert isinstance(skip, Skip) and skip.reason == "bad_encoding" and hint in skip.detail
 
 
 def test_duplicate_ids_across_files(tmp_path: Path) -> None:
@@ -204,6 +213,8 @@ def test_user_errors(tmp_path: Path) -> None:
         read(odd)
     with pytest.raises(UserError, match="openai_chat"):
         read(odd, "openai")
+    with pytest.raises(UserError, match="is empty"):
+        list(read_trajectories(" "))
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="jsonl"):
         read(tmp_path / "folder")

@@ -41,6 +41,26 @@ def test_pivot_rows_read_back(shared_data: Path, tmp_path: Path, name: str) -> N
         assert (new.task_id, new.depth, new.domain) == (old.task_id, old.depth, old.domain)
 
 
+def test_rows_of_one_source_trajectory_stay_together(tmp_path: Path) -> None:
+    """The terminal set names the trajectory in its metadata, and no task."""
+    answer = '{"analysis": "", "plan": "", "commands": []}'
+    rows = [
+        {
+            "responses_create_params": {"input": [{"role": "user", "content": f"u{turn} of {run}"}]},
+            "expected_answer": answer,
+            "metadata": {"harness": "terminus_2", "source_trajectory_uid": run, "pivot_agent_turn_index": turn},
+        }
+        for run in "abcdefghij"
+        for turn in range(6)
+    ]
+    file = tmp_path / "rows.jsonl"
+    write_jsonl(file, rows)
+    run_turns(config.Config(trajectories=config.Trajectories(path=str(file))), tmp_path)
+    kept = list(read_jsonl(tmp_path / "turns/turns.jsonl"))
+    assert len(kept) == 60 and {row["trajectory_id"] for row in kept} >= {"a@0", "j@5"}
+    assert len({(row["task_id"], row["split"]) for row in kept}) == 10
+
+
 def test_terminus_rows_need_an_agent(shared_data: Path) -> None:
     turn = all_turns(shared_data / "terminal/terminus2_textjson_chat.jsonl")[0]
     with pytest.raises(UserError, match="--agent"):

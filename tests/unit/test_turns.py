@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pivotrl import config
 from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl
+from pivotrl.profiling.stage import read_turns
 from pivotrl.trajectories.duplicates import DigestSet
 from pivotrl.trajectories.flags import is_error
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Trajectory, Turn
 from pivotrl.trajectories.splits import split_tasks
+from pivotrl.trajectories.spool import Spool
 from pivotrl.trajectories.turn_lines import TurnLines
-from pivotrl.trajectories.turns import split_turns
+from pivotrl.trajectories.turns import merge_pieces, split_turns
 from pivotrl.turns_stage import run_turns
 from pivotrl.validation import conflicts
 
@@ -72,6 +76,19 @@ def test_splits_are_exact_and_do_not_depend_on_order(tasks: set[str], seed: int,
         assert abs(counts["validation"] - held * len(tasks)) <= 1
 
 
+some_messages = st.lists(st.sampled_from([USER, SAID, CALLED, RESULT, {"role": "assistant"}]), max_size=12)
+
+
+@given(some_messages, st.sets(st.sampled_from("0123456789")))
+def test_turns_and_skips_are_the_assistant_turns(messages: list[dict[str, Any]], marked: set[str]) -> None:
+    found = turns(*messages, unusable_messages=dict.fromkeys(marked, "copied_context"))
+    merged = merge_pieces(messages)
+    places = [i for i, message in enumerate(merged) if message["role"] == "assistant"]
+    assert [item.id for item in found] == [f"T#{depth}" for depth in range(len(places))]
+    for item, place in zip(found, places, strict=True):
+        assert isinstance(item, Skip) or item.messages == merged[:place]
+
+
 def test_seed_changes_the_split_and_bad_fractions_are_refused() -> None:
     tasks = [str(i) for i in range(50)]
     assert split_tasks(tasks, 0, 0.2, 0.2) != split_tasks(tasks, 1, 0.2, 0.2)
@@ -110,7 +127,7 @@ def test_stage_accounts_for_every_row(shared_data: Path, tmp_path: Path) -> None
 def test_no_kept_turn_is_an_error_with_an_audit(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "x"}]}\nnope\n')
-    with pytest.raises(UserError, match="no_assistant_turn"):
+    with pytest.raises(UserError, match=r"no_assistant_turn.* The first: .*x\.jsonl:1: no_assistant_turn: 1 messages"):
         run_turns(configured(file), tmp_path / "run")
     assert len(list(read_jsonl(tmp_path / "run/turns/skipped.jsonl"))) == 2
     assert not (tmp_path / "run/turns/summary.json").exists()
@@ -139,6 +156,8 @@ def test_flags() -> None:
         ["next_error", "run_failed"], ["run_failed", "repeated"], ["run_failed", "last"],
     ]  # fmt: skip
     assert [t.flags for t in turns(USER, SAID, reward=1)] == [["last"]]  # type: ignore[union-attr]
+    (marked, _) = turns(USER, CALLED, {**RESULT, "is_error": True}, SAID, text_syntax=True)
+    assert isinstance(marked, Turn) and marked.flags == ["next_error", "text_syntax"]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +219,54 @@ def test_digest_set_is_a_set(values: list[int]) -> None:
         assert ours.add(digest) is (digest not in theirs)
         theirs.add(digest)
     assert len(ours) == len(theirs)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sets(st.integers(1, 2**64 - 2), min_size=1, max_size=40))
+def test_the_smallest_of_a_digest_set(values: set[int]) -> None:
+    ours = DigestSet()
+    for value in values:
+        ours.add_number(value)
+    assert [ours.smallest(i + 1) for i in range(len(values))] == sorted(values)
+    assert all(value.to_bytes(8, "little") in ours for value in values)
+    assert all((value + 1).to_bytes(8, "little") not in ours for value in values if value + 1 not in values)
+
+
+def test_the_spool_gives_back_what_it_got(shared_data: Path, tmp_path: Path) -> None:
+    items = [*read_trajectories(str(shared_data / "formats")), Skip("f", 3, None, "not_json", "x")]
+    with Spool(tmp_path) as spool:
+        for item in items:
+            spool.add(item)
+        back = list(spool)
+        assert back == items == list(spool)
+    assert json.dumps([t.tools for t in back if isinstance(t, Trajectory)]) == json.dumps(
+        [t.tools for t in items if isinstance(t, Trajectory)]
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    text = chat_rows(tmp_path / "x.txt", {"id": "a"}, {"id": "b"}).read_text()
+    feeder = threading.Thread(target=pipe.write_text, args=(text,))
+    feeder.start()
+    summary = run_turns(configured(pipe), tmp_path / "run")
+    feeder.join()
+    assert summary["trajectories"]["read"] == 2
+
+
+def test_states_of_a_trajectory_share_their_messages(shared_data: Path, tmp_path: Path) -> None:
+    run_turns(configured(shared_data / "tau_bench/airline_sft_compact.jsonl"), tmp_path)
+    rows = [row for row in read_jsonl(tmp_path / "turns/turns.jsonl") if row["split"] == "train"]
+    found = read_turns(tmp_path, "train")
+    assert [turn.to_json() for turn in found] == rows
+    by_trajectory: dict[str, list[Turn]] = {}
+    for turn in found:
+        by_trajectory.setdefault(turn.trajectory_id, []).append(turn)
+    for group in by_trajectory.values():
+        assert len({id(message) for turn in group for message in turn.messages}) == len(group[-1].messages)
+    assert len({id(turn.tools) for turn in found}) < len(by_trajectory)
 
 
 def test_lines_are_what_json_writes(shared_data: Path) -> None:

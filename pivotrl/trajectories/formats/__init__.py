@@ -31,11 +31,13 @@ FORMATS: dict[str, Format] = {
         tau_bench.FORMAT,
         tau2.FORMAT,
         swe_agent.FORMAT,
+        swe_agent.TEXT,
         openhands.FORMAT,
         sharegpt.FORMAT,
         anthropic.FORMAT,
         webdancer.FORMAT,
         mini_swe.FORMAT,
+        mini_swe.TEXT,
         hermes.FORMAT,
         function_xml.FORMAT,
         terminus.FORMAT,
@@ -47,4 +49,4 @@ FORMATS: dict[str, Format] = {
 
 def detect(row: JsonDict) -> Format | None:
     """The first format that a decoded row matches."""
-    return next((item for item in FORMATS.values() if item.matches(row)), None)
+    return next((item for item in FORMATS.values() if item.detected and item.matches(row)), None)

@@ -56,7 +56,12 @@ def _input(role: Any, blocks: list[Any], where: str) -> list[JsonDict]:
     results = [b for b in blocks if isinstance(b, dict) and b.get("type") == "tool_result"]
     rest = [b for b in blocks if not (isinstance(b, dict) and b.get("type") == "tool_result")]
     messages: list[JsonDict] = [
-        {"role": "tool", "tool_call_id": b.get("tool_use_id"), "content": text_of(b.get("content"), where)}
+        {
+            "role": "tool",
+            "tool_call_id": b.get("tool_use_id"),
+            "content": text_of(b.get("content"), where),
+            "is_error": b.get("is_error"),
+        }
         for b in results
     ]
     if rest or not results:

@@ -20,20 +20,27 @@ def _step(step: Any, where: str) -> list[JsonDict]:
         return [{"role": step.get("source"), "content": step.get("message")}]
     calls = [
         {"id": c.get("tool_call_id"), "function": {"name": c.get("function_name"), "arguments": c.get("arguments")}}
-        for c in step.get("tool_calls") or []
-        if isinstance(c, dict)
+        for c in _objects(step.get("tool_calls"), "bad_tool_calls", f"{where}.tool_calls")
     ]
     turn = {"role": "assistant", "content": step.get("message"), "tool_calls": calls}
     turn["thinking"] = step.get("reasoning_content")
     observation = step.get("observation")
-    results = (observation.get("results") or []) if isinstance(observation, dict) else []
-    if not all(isinstance(result, dict) for result in results):
-        raise RowError("bad_messages", f"{where}: an observation that is not an object")
+    if observation is not None and not isinstance(observation, dict):
+        raise RowError("bad_messages", f"{where}.observation is not an object")
+    results = _objects((observation or {}).get("results"), "bad_messages", f"{where}.observation.results")
     if not calls:  # what the environment shows without having been called
         return [turn] + [{"role": "user", "content": r.get("content")} for r in results]
     return [turn] + [
         {"role": "tool", "tool_call_id": r.get("source_call_id"), "content": r.get("content")} for r in results
     ]
+
+
+def _objects(value: Any, reason: str, where: str) -> list[JsonDict]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RowError(reason, f"{where} is not a list of objects")
+    return value
 
 
 def _parse(row: JsonDict) -> Parsed:

@@ -36,6 +36,7 @@ class Format:
     matches: Callable[[JsonDict], bool]
     parse: Callable[[JsonDict], Parsed]
     expand: Callable[[JsonDict], list[JsonDict] | None] | None = None
+    detected: bool = True  # False: only by `trajectories.format=NAME`
 
 
 #: The tool of agents whose action is one shell command written as text.

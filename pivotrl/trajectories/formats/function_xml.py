@@ -9,8 +9,8 @@ import re
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe, text_assistants
 from pivotrl.trajectories.function_xml import parse_function_xml
-from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
-from pivotrl.trajectories.schema import JsonDict
+from pivotrl.trajectories.normalise import messages_of, text_of, tools_of
+from pivotrl.trajectories.schema import Action, JsonDict
 
 FUNCTION = re.compile(
     r"---- BEGIN FUNCTION #\d+: (\S+) ----\nDescription: (.*?)\n---- END FUNCTION #\d+ ----", re.DOTALL
@@ -54,28 +54,35 @@ def _parse(row: JsonDict) -> Parsed:
     messages: list[JsonDict] = list(row["messages"])
     tools = tools_of(row.get("tools"))
     head = messages[0] if messages and isinstance(messages[0], dict) else {}
-    if not tools and head.get("role") == "system" and isinstance(head.get("content"), str):
-        tools = tools_of(tools_in_text(head["content"]))
+    cut = ""
+    if head.get("role") == "system" and isinstance(head.get("content"), str):
+        tools = tools or tools_of(tools_in_text(head["content"]))
         cut = SECTION.sub("", head["content"])
         messages = ([{**head, "content": cut}] if cut.strip() else []) + messages[1:]
     result: list[JsonDict] = []
+    malformed: dict[str, str] = {}
     called = False
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role == "assistant":
-            message = _assistant(text_of(message.get("content"), f"messages[{i}]"), tools, i)
+            action = parse_function_xml(text_of(message.get("content"), f"messages[{i}]"), tools)
+            if action.problems:  # stays text, and so does its result
+                malformed[str(i)] = f"malformed_tool_call: {', '.join(action.problems)}"
+            message = message if action.problems else _assistant(action)
             called = bool(message.get("tool_calls"))
         elif role == "user" and called:
             content = RESULT.sub("", text_of(message.get("content"), f"messages[{i}]"))
             message, called = {"role": "tool", "content": content}, False
         result.append(message)
-    return describe(row, messages_of(result), tools)
+    parsed = describe(row, messages_of(result), tools)
+    if malformed:
+        parsed.meta["unusable_messages"] = malformed
+    if "BEGIN FUNCTION" in cut or "<function=" in cut:
+        parsed.meta["text_syntax"] = True  # a section of another wording, which the template's own will follow
+    return parsed
 
 
-def _assistant(content: str, tools: list[JsonDict], index: int) -> JsonDict:
-    action = parse_function_xml(content, tools)
-    if action.problems:
-        raise RowError("malformed_tool_call", f"messages[{index}]: {', '.join(action.problems)}")
+def _assistant(action: Action) -> JsonDict:
     message: JsonDict = {"role": "assistant", "content": action.text.rstrip("\n") if action.tool_calls else action.text}
     if action.thinking:
         message["thinking"] = action.thinking

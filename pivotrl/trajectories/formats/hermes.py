@@ -13,14 +13,15 @@ from pivotrl.trajectories import strict_json
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
 from pivotrl.trajectories.hermes_text import parse_hermes
 from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
-from pivotrl.trajectories.schema import JsonDict
+from pivotrl.trajectories.schema import Action, JsonDict
 
 RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 TOOLS = re.compile(r"<tools>(\s*[\[{].*?)</tools>", re.DOTALL)
-# The section that Hermes and Qwen templates append to the system text: a heading, the tools, the call format.
+# The section that Hermes and Qwen templates write into the system text: a heading, the tools, the call format, whose
+# example ends it. What follows is the user's own text again, and stays.
 SECTION = re.compile(
     r"\s*(?:# Tools\n+|You are a function calling AI model\.|You may call one or more functions).*?"
-    r"<tools>\s*[\[{].*?</tools>.*\Z",
+    r"<tools>\s*[\[{].*?</tools>(?:.*</tool_call>)?\s*",
     re.DOTALL,
 )
 
@@ -35,14 +36,23 @@ def is_hermes(messages: Any) -> bool:
     )
 
 
-def structured(messages: list[JsonDict]) -> list[JsonDict]:
-    """Hermes text messages -> OpenAI chat messages. A malformed demonstrated call raises `RowError`."""
+def structured(messages: list[JsonDict]) -> tuple[list[JsonDict], dict[str, str]]:
+    """Hermes text messages -> (OpenAI chat messages, index -> why the assistant message there is no demonstration).
+
+    A message with a malformed call stays text, as an engine whose parser fails serves it, and so does its result.
+    """
     result: list[JsonDict] = []
+    malformed: dict[str, str] = {}
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         content = text_of(message.get("content"), f"messages[{i}]") if role in ("assistant", "tool", "user") else ""
         if role == "assistant" and "<tool_call>" in content:
-            result.append(_assistant(content, i))
+            action = parse_hermes(content)
+            if action.problems:
+                malformed[str(len(result))] = f"malformed_tool_call: {', '.join(action.problems)}"
+            result.append(message if action.problems else _assistant(action))
+        elif role == "user" and str(len(result) - 1) in malformed:
+            result.append(message)
         elif role in ("tool", "user") and content.lstrip().startswith("<tool_response>"):
             rest = RESPONSE.sub("", content).strip()
             if rest:
@@ -50,13 +60,10 @@ def structured(messages: list[JsonDict]) -> list[JsonDict]:
             result.extend({"role": "tool", "content": part} for part in RESPONSE.findall(content))
         else:
             result.append(message)
-    return result
+    return result, malformed
 
 
-def _assistant(content: str, index: int) -> JsonDict:
-    action = parse_hermes(content)
-    if action.problems:
-        raise RowError("malformed_tool_call", f"messages[{index}]: {', '.join(action.problems)}")
+def _assistant(action: Action) -> JsonDict:
     message: JsonDict = {"role": "assistant", "content": action.text}
     if action.thinking:
         message["thinking"] = action.thinking
@@ -77,7 +84,10 @@ def tools_in_system(messages: list[JsonDict]) -> tuple[list[JsonDict], list[Json
             tools.extend(value if isinstance(value, list) else [value])
     except strict_json.StrictJsonError as error:
         raise RowError("bad_tools", f"<tools> of the system text: {error}") from error
-    cut = SECTION.sub("", content)
+    cut = content
+    if section := SECTION.search(content):
+        around = (content[: section.start()], content[section.end() :])
+        cut = "\n\n".join(text for text in around if text)
     rest = [{**head, "content": cut}] if cut.strip() else []
     return rest + messages[1:], tools
 
@@ -89,10 +99,21 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def parse_messages(row: JsonDict, messages: list[JsonDict]) -> Parsed:
-    tools = row.get("tools") if row.get("tools") is not None else row.get("functions")
-    if not tools:
-        messages, tools = tools_in_system(messages)
-    return describe(row, messages_of(structured(messages)), tools_of(tools))
+    given = tools_of(row.get("tools") if row.get("tools") is not None else row.get("functions"))
+    try:
+        cut, listed = tools_in_system(messages)
+    except RowError:
+        if not given:
+            raise
+        cut, listed = messages, []  # a text about tools, while the row lists them properly
+    chat, malformed = structured(cut)
+    parsed = describe(row, messages_of(chat), given or tools_of(listed))
+    if malformed:
+        parsed.meta["unusable_messages"] = malformed
+    head = cut[0] if cut and isinstance(cut[0], dict) else {}
+    if head.get("role") == "system" and isinstance(head.get("content"), str) and "<tools>" in head["content"]:
+        parsed.meta["text_syntax"] = True  # a section of another wording, which the template's own will follow
+    return parsed
 
 
 def _matches(row: JsonDict) -> bool:

@@ -86,7 +86,8 @@ def _observation(event: JsonDict, where: str) -> JsonDict:
         return {"role": "user", "content": shown}
     if not isinstance(metadata.get("tool_call_id"), str):
         raise RowError("orphan_tool_result", f"{where}: no tool_call_id")
-    return {"role": "tool", "tool_call_id": metadata["tool_call_id"], "content": shown}
+    failed = event.get("observation") == "error"
+    return {"role": "tool", "tool_call_id": metadata["tool_call_id"], "content": shown, "is_error": failed}
 
 
 def _described(row: JsonDict, messages: list[JsonDict], tools: Any) -> Parsed:

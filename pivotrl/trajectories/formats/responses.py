@@ -12,6 +12,9 @@ from pivotrl.trajectories.formats.base import Format, Parsed, describe
 from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
+#: Where a pivot row says which turn of its trajectory it is.
+PLACE = ("assistant_depth", "turn", "step", "pivot_agent_turn_index")
+
 
 def _items(value: Any, where: str) -> list[JsonDict]:
     if isinstance(value, str):
@@ -52,8 +55,9 @@ def _extend(turn: JsonDict, kind: str, item: JsonDict, where: str) -> None:
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list):
             raise RowError("unsupported_content", f"{where}: reasoning is not a list of parts")
-        texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        turn["thinking"] += "\n".join(text for text in texts if isinstance(text, str))
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            raise RowError("unsupported_content", f"{where}: a part of reasoning without text")
+        turn["thinking"] += "\n".join(part["text"] for part in parts)
     else:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         turn["tool_calls"].append({"id": item.get("call_id"), "function": function})
@@ -103,22 +107,23 @@ def _parse_pivot(row: JsonDict) -> Parsed:
     params = _params(row)
     parsed = describe(row, messages_of(messages_from_items(_head(params) + action)), tools_of(params.get("tools")))
     parsed.meta["only_last_turn"] = True  # one turn a row: the turns of its history have rows of their own
-    if isinstance(row.get("trajectory_id"), str):  # several rows a trajectory, which must stay on one side of a split
-        parsed.meta["trajectory_id"] = row["trajectory_id"]
-        parsed.task_id = parsed.task_id or row["trajectory_id"]
+    trajectory = row.get("trajectory_id", parsed.meta.get("source_trajectory_uid"))
+    if isinstance(trajectory, str):  # several rows a trajectory, which must stay on one side of a split
+        parsed.meta["trajectory_id"] = trajectory
+        parsed.task_id = parsed.task_id or trajectory
         if "id" not in row:
-            parsed.id = _row_id(row, parsed)
+            parsed.id = _row_id(row, parsed, trajectory)
     if parsed.id is None and parsed.task_id is not None and "turn" in parsed.meta:
         parsed.id = f"{parsed.task_id}@{parsed.meta['turn']}"
     return parsed
 
 
-def _row_id(row: JsonDict, parsed: Parsed) -> str:
+def _row_id(row: JsonDict, parsed: Parsed, trajectory: str) -> str:
     info = row.get("meta_info")
     place = info if isinstance(info, dict) else parsed.meta
-    parts = [str(place[key]) for key in ("assistant_depth", "turn", "step") if isinstance(place.get(key), (int, str))]
+    parts = [str(place[key]) for key in PLACE if isinstance(place.get(key), (int, str))]
     turns = sum(1 for message in parsed.messages if message["role"] == "assistant")
-    return f"{row['trajectory_id']}@{'.'.join(parts) or turns - 1}"
+    return f"{trajectory}@{'.'.join(parts) or turns - 1}"
 
 
 ROLLOUT = Format("responses", _matches_rollout, _parse_rollout)

@@ -1,10 +1,13 @@
 """SWE-agent `.traj`: {"history": [...], "info"?, "trajectory"?}; function calling, or text that SWE-agent parsed.
 
-Text actions (fenced, `<command>`) are read from the `thought` and `action` that SWE-agent recorded beside the content.
+Text actions (fenced, `<command>`) are read from the `thought` and `action` that SWE-agent recorded beside the content,
+as calls of `bash`; the system text still asks for text, so such turns get the flag `text_syntax`. `swe_agent_text`
+leaves all text as the model wrote and saw it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pivotrl.trajectories import strict_json
@@ -34,7 +37,7 @@ def _instance(row: JsonDict) -> Any:
     return None
 
 
-def _parse(row: JsonDict) -> Parsed:
+def _parse(row: JsonDict, as_calls: bool = True) -> Parsed:
     messages: list[JsonDict] = []
     unusable: dict[str, str] = {}
     called = False  # the action before was text, so that its result is a user message
@@ -44,9 +47,8 @@ def _parse(row: JsonDict) -> Parsed:
             raise RowError("bad_messages", f"history[{i}] is not an object")
         role = message.get("role")
         if role == "assistant":
-            called = (
-                not message.get("tool_calls") and isinstance(message.get("action"), str) and message["action"] != ""
-            )
+            written = not message.get("tool_calls") and isinstance(message.get("action"), str)
+            called = as_calls and written and message["action"] != ""
             uses_text = uses_text or called
             if message.get("is_demo"):
                 unusable[str(len(messages))] = "copied_context"
@@ -62,6 +64,8 @@ def _parse(row: JsonDict) -> Parsed:
             messages.append({"role": role, "content": message.get("content")})
     parsed = describe(row, messages_of(messages), tools_of([BASH_TOOL] if uses_text else row.get("tools")))
     parsed.task_id = parsed.task_id or _instance(row)
+    if uses_text:
+        parsed.meta["text_syntax"] = True
     if unusable:
         parsed.meta["unusable_messages"] = unusable
     info = row.get("info")
@@ -76,3 +80,4 @@ def _text_action(message: JsonDict, where: str) -> JsonDict:
 
 
 FORMAT = Format("swe_agent", _matches, _parse)
+TEXT = Format("swe_agent_text", _matches, partial(_parse, as_calls=False), detected=False)

@@ -43,7 +43,8 @@ def _messages(raw: Any) -> list[JsonDict]:
             inner = message.get("tool_messages")
             for part in inner if isinstance(inner, list) else [message]:
                 if isinstance(part, dict) and part.get("requestor", "assistant") != "user":
-                    result.append({"role": "tool", "tool_call_id": part.get("id"), "content": part.get("content")})
+                    said = {"tool_call_id": part.get("id"), "content": part.get("content")}
+                    result.append({"role": "tool", **said, "is_error": part.get("error")})
         elif role != "user" or not message.get("tool_calls"):
             result.append(message)
     return result
