@@ -47,8 +47,10 @@ def synthetic(folder: Path, megabytes: float) -> int:
     one, two = (sum(t.nbytes for t in tensors(n)) for n in (1, 2))
     planned = tensors(max(1, round((megabytes * 1e6 - one) / (two - one)) + 1))
     writer = SafetensorsWriter(folder, planned, 256 * 10**6)
-    for t in planned:
-        writer.put(t.name, torch.randint(-(2**14), 2**14, t.shape, dtype=torch.int16).view(torch.bfloat16))
+    longest = max(torch.Size(t.shape).numel() for t in planned)
+    values = torch.randint(0, 2**14, (longest + len(planned),), dtype=torch.int16).view(torch.bfloat16)  # none is NaN
+    for number, t in enumerate(planned):
+        writer.put(t.name, values[number : number + torch.Size(t.shape).numel()].reshape(t.shape))
     writer.finish()
     return sum(t.nbytes for t in planned)
 
