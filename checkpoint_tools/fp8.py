@@ -101,7 +101,7 @@ def block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
     block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
     whole = isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
-    if method != "fp8" or not whole:
+    if method != "fp8" or not whole or block is None:
         raise UserError(
             f"{where}: quantization_config says {method!r}, block size {block}; only FP8 in blocks is read: "
             "give the unquantised model"

@@ -57,7 +57,7 @@ class _Tensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         stride = tuple(torch.empty(self.shape, device="meta").stride())
-        arguments = (_Storage(), 0, self.shape, stride, False, OrderedDict())
+        arguments: tuple[Any, ...] = (_Storage(), 0, self.shape, stride, False, OrderedDict())
         if self.dtype in _CLASS_OF:
             return _rebuild_tensor_v2, arguments
         return _rebuild_tensor_v3, (*arguments, self.dtype)

@@ -63,7 +63,7 @@ def cut(extents: Sequence[Extent], start: int, length: int) -> list[Extent]:
 def read(extents: Sequence[Extent], what: str) -> Tensor:
     """Their bytes, one after another, as a uint8 tensor of its own. `what` names the tensor in errors (UserError)."""
     raw = torch.empty(sum(e.length for e in extents), dtype=torch.uint8)
-    view, done = memoryview(raw.numpy()), 0
+    view, done = bytes_of(raw), 0
     for extent in extents:
         with _opened(extent.path) as descriptor:
             _fill(descriptor, view[done : done + extent.length], extent, 0, what)
@@ -97,7 +97,8 @@ def write(target: int, data: memoryview, position: int) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor on the CPU, in row order; copied only where it is not contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    view: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
 
 
 @contextmanager
