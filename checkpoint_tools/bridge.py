@@ -1,13 +1,13 @@
-"""Architectures that pivotrl/models does not map (Nemotron-3, DeepSeek, ...): through NVIDIA's Megatron-Bridge."""
+"""Architectures that pivotrl/models does not map (DeepSeek, GLM, ...): through NVIDIA's Megatron-Bridge."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from checkpoint_tools.output import new_folder
 from pivotrl.errors import UserError
 from pivotrl.models.folder import ModelFolder
+from pivotrl.models.output import new_folder
 from pivotrl.models.registry import FAMILIES, family_for
 
 

@@ -1,9 +1,8 @@
-"""megatron-core's distributed checkpoint ("torch_dist"), written and read piece by piece, without megatron or ranks.
+"""megatron-core's distributed checkpoint ("torch_dist"), read piece by piece, without megatron or ranks.
 
 A folder of `__<n>_0.distcp` files (one `torch.save` a piece), `.metadata` (pickled
 torch.distributed.checkpoint.Metadata: pieces of every tensor and where they lie), `common.pt` and `metadata.json`.
 It knows no parallel layout: megatron-core cuts its shards from the pieces when it loads, in any layout.
-`.metadata` is written last, so that an unfinished folder is not a checkpoint for any reader.
 """
 
 from __future__ import annotations
@@ -15,31 +14,26 @@ import os
 import pickle
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
+from checkpoint_tools.torch_file import Found, locate
 from pivotrl.errors import UserError
-from pivotrl.io import write_json
+from pivotrl.models import extents
+from pivotrl.models.extents import Extent
 from pivotrl.models.safetensors_header import read_json_object
 
-BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-COMMON = {"common_backend": "torch", "common_backend_version": 1}
 _MISTAKES = (
     pickle.UnpicklingError,
     EOFError,
@@ -57,67 +51,7 @@ _MISTAKES = (
 )
 
 
-@contextmanager
-def without_checksums() -> Iterator[None]:
-    """torch.save without CRC-32 within the block: half of its cost, and torch.load does not look at them."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-class DistWriter:
-    """Writes pieces; threads write to files of their own (`stream` numbers them)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._files: dict[int, BinaryIO] = {}
-        self._lock = threading.Lock()
-
-    def add(self, key: str, size: Sequence[int], offsets: Sequence[int], piece: Tensor, stream: int = 0) -> None:
-        """Write `piece` as the part at `offsets` of tensor `key`, whose whole size is `size`."""
-        with self._lock:
-            file = self._files.get(stream)
-            if file is None:
-                file = self._files[stream] = (self.folder / f"__{stream}_0.distcp").open("wb")
-        start = file.tell()
-        if piece.untyped_storage().nbytes() != piece.nbytes:
-            piece = piece.clone()  # torch.save writes the whole storage of a view
-        torch.save(piece, file)
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape))
-        with self._lock:
-            entry = self._tensors.get(key)
-            if entry is None:
-                entry = self._tensors[key] = TensorStorageMetadata(
-                    TensorProperties(dtype=piece.dtype), torch.Size(size), []
-                )
-            if tuple(entry.size) != tuple(size) or entry.properties.dtype != piece.dtype:
-                raise UserError(
-                    f"{key}: parts of different size or dtype ({entry.properties.dtype}, {piece.dtype}); "
-                    "give --dtype, so that all become alike"
-                )
-            entry.chunks.append(chunk)
-            self._places[MetadataIndex(key, chunk.offsets)] = _StorageInfo(
-                file.name.rpartition("/")[2], start, file.tell() - start
-            )
-
-    def finish(self, common: Mapping[str, Any]) -> None:
-        """Flush everything and write `.metadata`, last."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        torch.save(dict(common), self.folder / "common.pt")
-        write_json(self.folder / "metadata.json", {**BACKEND, **COMMON})
-        metadata = Metadata(dict(self._tensors), None, self._places, StorageMeta(), "1.0.0")
-        with (self.folder / ".metadata").open("wb") as file:
-            pickle.dump(metadata, file)
-            file.flush()
-            os.fsync(file.fileno())
+_Held = TypeVar("_Held", Tensor, Found)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -179,6 +113,8 @@ class DistReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._at: dict[tuple[str, int], dict[tuple[int, ...], list[Piece]]] = {}
+        self._files: dict[str, int] = {}  # descriptors that stay open, for looking into pieces
+        self._lock = threading.Lock()
         config = read_json_object(folder / "metadata.json")
         if config.get("sharded_backend") != "torch_dist":
             raise UserError(
@@ -263,10 +199,10 @@ class DistReader:
         out: Tensor | None = None
         covered = 0
         for piece in self._pieces(key, tuple(index)):
-            part = self._load(key, piece)[tuple(i - o for i, o in zip(index, piece.offsets, strict=False))]
+            part = self._part(key, piece, tuple(index))
             covered += part.numel()
             if part.shape == shape:
-                out = part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
+                out = part
                 continue
             out = torch.empty(shape, dtype=stored.dtype) if out is None else out
             region = tuple(slice(o, o + s) for o, s in zip(piece.offsets[lead:], piece.sizes[lead:], strict=True))
@@ -274,6 +210,57 @@ class DistReader:
         if out is None or covered != math.prod(shape):
             raise UserError(f"{self.folder}: {key}{list(index) or ''}: parts of it are missing or stored twice")
         return out
+
+    def extents(self, key: str, index: Sequence[int] = ()) -> list[Extent] | None:
+        """Where the bytes of `read`'s tensor lie, in order; None where they do not lie row by row in plain pieces."""
+        shape, lead = self.tensors[key].size[len(index) :], len(index)
+        if not shape:
+            return None
+        found: list[Extent] = []
+        row = 0
+        for piece in sorted(self._pieces(key, tuple(index)), key=lambda p: p.offsets[lead]):
+            if piece.sizes[lead + 1 :] != shape[1:] or piece.offsets[lead] != row:
+                return None
+            extent = self._extent(key, piece, tuple(index))
+            if extent is None:
+                return None
+            found.append(extent)
+            row += piece.sizes[lead]
+        return found if row == shape[0] else None
+
+    def _extent(self, key: str, piece: Piece, index: tuple[int, ...]) -> Extent | None:
+        """Where a piece's bytes at `index` of the leading axes lie; None for a piece that only torch.load can read."""
+        place = self._located(key, piece)
+        if place is None:
+            return None
+        number = 0
+        for i, offset, size in zip(index, piece.offsets, piece.sizes, strict=False):
+            number = number * size + i - offset
+        length = math.prod(piece.sizes[len(index) :]) * place.dtype.itemsize
+        return Extent(self.folder / piece.file, place.position + number * length, length)
+
+    def _part(self, key: str, piece: Piece, index: tuple[int, ...]) -> Tensor:
+        """What a piece holds at `index` of the leading axes, in memory of its own."""
+        extent = self._extent(key, piece, index)
+        if extent is not None:
+            return extents.read([extent], key).view(self.tensors[key].dtype).reshape(piece.sizes[len(index) :])
+        part = self._load(key, piece)[tuple(i - o for i, o in zip(index, piece.offsets, strict=False))]
+        return part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
+
+    def _located(self, key: str, piece: Piece) -> Found | None:
+        with self._lock:
+            descriptor = self._files.get(piece.file)
+            if descriptor is None:
+                try:
+                    descriptor = self._files[piece.file] = os.open(self.folder / piece.file, os.O_RDONLY)
+                except OSError as error:
+                    raise UserError(f"{self.folder / piece.file}: cannot be read ({error.strerror})") from error
+        found = locate(descriptor, piece.start, piece.length)
+        return self._checked(key, piece, found) if found else None
+
+    def __del__(self) -> None:
+        for descriptor in self.__dict__.get("_files", {}).values():
+            os.close(descriptor)
 
     def _pieces(self, key: str, index: tuple[int, ...]) -> list[Piece]:
         """Pieces of a tensor that reach into `index` of its leading axes; found by a table, for there may be 10^4."""
@@ -296,10 +283,13 @@ class DistReader:
             tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
         except (OSError, *_MISTAKES) as error:
             raise UserError(f"{path}: {key}: cannot be read ({error}); copy the checkpoint again") from error
-        if (
-            not isinstance(tensor, Tensor)
-            or tuple(tensor.shape) != piece.sizes
-            or tensor.dtype != self.tensors[key].dtype
-        ):
-            raise UserError(f"{path}: {key}: holds something else than .metadata says; save the checkpoint again")
-        return tensor
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{path}: {key}: no tensor is stored there; save the checkpoint again")
+        return self._checked(key, piece, tensor)
+
+    def _checked(self, key: str, piece: Piece, held: _Held) -> _Held:
+        """`held`, or UserError where its shape or dtype is not what .metadata says."""
+        if tuple(held.shape) != piece.sizes or held.dtype != self.tensors[key].dtype:
+            where = self.folder / piece.file
+            raise UserError(f"{where}: {key}: holds something else than .metadata says; save the checkpoint again")
+        return held

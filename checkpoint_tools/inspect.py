@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from checkpoint_tools.dist_format import DistReader
-from checkpoint_tools.sides import find_dist, is_hf
+from checkpoint_tools.keys import default_style, sizes
+from checkpoint_tools.sides import Model, find_dist, is_hf, open_side
 from pivotrl.errors import UserError
+from pivotrl.models.extents import bytes_of
 from pivotrl.models.folder import ModelFolder
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -39,6 +41,20 @@ def structure(tensors: Tensors) -> str:
     """Fingerprint of names, dtypes and shapes (not of values): equal for the same model in the same format."""
     rows = sorted(f"{n} {d} {list(s)}" for n, (d, s) in tensors.items())
     return hashlib.sha256("\n".join(rows).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def fingerprint(path: Path, source: Path | None) -> str:
+    """Fingerprint of values, names, dtypes and shapes under Hugging Face names; reads every byte.
+
+    Equal for the same weights in every format and layout. Raises UserError as `verify` does.
+    """
+    side = open_side(path, None, source)
+    total = hashlib.sha256()
+    for name, (dtype, shape) in sorted(side.tensors.items()):
+        digest = hashlib.sha256(f"{name} {dtype} {list(shape)}".encode("utf-8", "surrogatepass"))
+        digest.update(bytes_of(side.read(name)))
+        total.update(digest.digest())
+    return total.hexdigest()[:16]
 
 
 def tree(tensors: Tensors, depth: int) -> list[str]:
@@ -77,11 +93,33 @@ def tree(tensors: Tensors, depth: int) -> list[str]:
     return lines
 
 
+def config_only(folder: ModelFolder) -> dict[str, Any]:
+    """Facts about a model of which only config.json is there: names and shapes on both sides of a conversion."""
+    model = Model.of(folder)
+    style = default_style(model.dims)
+    named = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = getattr(torch, named, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"{folder.path / 'config.json'}: dtype {named!r} is none that weights can have")
+    shapes = [(n, s) for e in model.table.values() for n, s in zip(e.hf, e.shapes, strict=True)]
+    return {
+        "kind": "Hugging Face config without weights",
+        "architecture": ", ".join(model.family.architectures),
+        "layout": f"layers {style.layers} in Megatron",
+        "tensors": {n: (dtype, s) for n, s in shapes},
+        "megatron": {k: (dtype, s) for k, s in sizes(model.table, model.dims, style).items()},
+    }
+
+
 def describe(path: Path) -> dict[str, Any]:
     """Facts about a checkpoint: kind, step, layout, bytes, and its tensors under "tensors"."""
-    if is_hf(path):
+    facts: dict[str, Any]
+    if is_hf(path) and not any(path.glob("*.safetensors*")):
+        facts = config_only(ModelFolder(path))
+        tensors: Tensors = facts["tensors"]
+    elif is_hf(path):
         folder = ModelFolder(path)
-        tensors: Tensors = {n: (i.dtype, i.shape) for n, i in folder.infos.items()}
+        tensors = {n: (i.dtype, i.shape) for n, i in folder.infos.items()}
         facts = {
             "kind": "Hugging Face folder",
             "architecture": ", ".join(map(str, folder.config.get("architectures") or ["unknown"])),
@@ -114,20 +152,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m checkpoint_tools.inspect", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--depth", type=int, default=8, help="levels of the tree")
+    parser.add_argument("--values", action="store_true", help="fingerprint of all values too (reads everything)")
+    parser.add_argument("--source", type=Path, help="Hugging Face folder of the config (for --values)")
     parser.add_argument("--json", action="store_true", help="facts as one line of JSON, without the tree")
     args = parser.parse_args(argv)
     try:
         facts = describe(args.folder)
+        if args.values:
+            facts["fingerprint"] = fingerprint(args.folder, args.source)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    tensors = facts.pop("tensors")
+    tensors, megatron = facts.pop("tensors"), facts.pop("megatron", None)
     if args.json:
         print(json.dumps({**facts, "count": len(tensors)}))
         return 0
     for key, value in facts.items():
         print(f"{key:<13} {human(value) if key == 'bytes' else f'{value:,}' if key == 'parameters' else value}")
     print("\n".join(tree(tensors, args.depth)))
+    if megatron is not None:
+        print("\n".join(["in Megatron:", *tree(megatron, args.depth)]))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from checkpoint_tools import fp8, nemo
 from checkpoint_tools.dist_format import DistReader
 from checkpoint_tools.keys import Slot, variants
 from pivotrl.errors import UserError
 from pivotrl.models.dims import Dims
+from pivotrl.models.extents import Extent, cut
 from pivotrl.models.folder import ModelFolder
-from pivotrl.models.mapping import Entry, check_source, plan, unpack
+from pivotrl.models.mapping import Entry, check_source, plan, row_runs, unpack
 from pivotrl.models.registry import Family, family_for
 
 HF_FILES = "hf"  # folder beside a converted Megatron checkpoint: config, tokenizer, template
@@ -36,6 +39,10 @@ class Side(Protocol):
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]: ...
 
     def read(self, name: str) -> Tensor: ...
+
+    def extents(self, name: str) -> list[Extent] | None:
+        """Where the bytes of a tensor lie, in order; None where only `read` can put them together."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,21 +74,54 @@ class Model:
 
 
 class HFSide:
-    """A Hugging Face folder."""
+    """A Hugging Face folder. Weights in FP8 blocks are read as what they stand for, in the dtype of config.json."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, ModelFolder(path)
 
-    @property
+    @cached_property
+    def block(self) -> tuple[int, int] | None:
+        """Block size of FP8 weights, None where there are none."""
+        return fp8.block_size(self.folder.config, str(self.path / "config.json"))
+
+    @cached_property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {n: (i.dtype, i.shape) for n, i in self.folder.infos.items()}
+        found = {n: (i.dtype, i.shape) for n, i in self.folder.infos.items()}
+        if self.block is None:
+            return found
+        named = str(self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "bfloat16")
+        dtype = getattr(torch, named.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise UserError(f"{self.path / 'config.json'}: dtype {named!r} is none that weights can have")
+        for name, (kind, shape) in list(found.items()):
+            if kind == fp8.FP8:
+                self._check_scale(name, shape)
+                del found[name + fp8.SCALE]
+                found[name] = dtype, shape
+        return found
+
+    def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
+        info = self.folder.infos.get(name + fp8.SCALE)
+        rows, columns = self.block or (1, 1)
+        wanted = (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns)) if len(shape) == 2 else None
+        if info is None or wanted is None or info.shape != wanted:
+            there = "is not there" if info is None else f"is {list(info.shape)}"
+            raise UserError(f"{self.path}: {name} is FP8 {list(shape)}, but its scale {name + fp8.SCALE} {there}")
 
     def check(self, model: Model) -> None:
         """Raise UserError naming every missing, unknown or misshapen tensor."""
-        check_source(model.table, self.folder.shapes, model.family.ignored_names(model.dims), str(self.path))
+        shapes = {n: s for n, (_, s) in self.tensors.items()}
+        check_source(model.table, shapes, model.family.ignored_names(model.dims), str(self.path))
 
     def read(self, name: str) -> Tensor:
-        return self.folder.tensor(name)
+        value = self.folder.tensor(name)
+        if self.block is None or value.dtype != fp8.FP8:
+            return value
+        return fp8.dequantise(value, self.folder.tensor(name + fp8.SCALE), self.block, self.tensors[name][0])
+
+    def extents(self, name: str) -> list[Extent] | None:
+        stored = self.folder.infos[name].dtype
+        return [self.folder.extent(name)] if self.block is None or stored != fp8.FP8 else None
 
 
 class MegatronSide:
@@ -93,7 +133,7 @@ class MegatronSide:
 
     def __init__(self, path: Path, model: Model) -> None:
         self.path, self.model, self.reader = path, model, DistReader(find_dist(path))
-        self._last = threading.local()  # unpacked tensors of the last parameter, since they are asked for one by one
+        self._last = threading.local()  # what the last parameter gave: its tensors are asked for one by one
         keys = {k for k in self.reader.tensors if not _BESIDE.search(k)}
         self.prefix = _prefix(keys)
         self.slots: dict[str, list[Slot]] = {}
@@ -118,14 +158,18 @@ class MegatronSide:
         return self.prefix + slot.key
 
     def _shape_problem(self, name: str, entry: Entry, slots: Sequence[Slot]) -> list[str]:
-        rows = sum(shape[0] for shape in entry.shapes) // len(slots)
-        wanted = (*slots[0].leading, rows, *entry.shapes[0][1:])
-        found = [self.reader.tensors[self._key(s)].size for s in slots]
-        if entry.rule.layout == "vocab":  # rows beyond the vocabulary are padding
-            found = [(min(f[0], rows), *f[1:]) for f in found]
-        return [f"{name} is {list(f)}, config.json says {list(wanted)}" for f in found if f != wanted][:1]
+        even = sum(shape[0] for shape in entry.shapes) // len(slots)
+        for slot in slots:
+            rows = slot.rows or even
+            wanted = (*slot.leading, rows, *entry.shapes[0][1:])
+            found = self.reader.tensors[self._key(slot)].size
+            if entry.rule.layout == "vocab" and found:  # rows beyond the vocabulary are padding
+                found = (min(found[0], rows), *found[1:])
+            if found != wanted:
+                return [f"{name} is {list(found)}, config.json says {list(wanted)}"]
+        return []
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         found = {}
         for name, entry in self.model.table.items():
@@ -146,11 +190,26 @@ class MegatronSide:
         result: Tensor = self._last.parts[name]
         return result
 
+    def extents(self, name: str) -> list[Extent] | None:
+        parameter, entry = self.model.entry_of[name]
+        if getattr(self._last, "laid", None) != parameter:
+            parts = [self.reader.extents(self._key(s), s.index) for s in self.slots[parameter]]
+            whole = [p for p in parts if p is not None]
+            self._last.extents = [e for p in whole for e in p] if len(whole) == len(parts) else None
+            self._last.laid = parameter
+        laid: list[Extent] | None = self._last.extents
+        if laid is None:
+            return None
+        number = entry.hf.index(name)
+        row = math.prod(entry.shapes[number][1:]) * self.tensors[name][0].itemsize
+        runs = [run for run in row_runs(entry, self.model.dims) if run.part == number]
+        return [e for run in runs for e in cut(laid, run.megatron * row, run.count * row)]
+
 
 def _prefix(keys: set[str]) -> str:
     """What stands before "embedding." and "decoder." ("" for Megatron-LM, "module." or "model." for NeMo)."""
     for key in sorted(keys):
-        before, found, _ = key.partition("decoder.final_layernorm.weight")
+        before, found, _ = key.partition("embedding.word_embeddings.weight")
         if found:
             return before
     return ""
@@ -158,7 +217,7 @@ def _prefix(keys: set[str]) -> str:
 
 def find_dist(path: Path) -> Path:
     """The folder with metadata.json of a Megatron or NeMo 2.0 checkpoint, or UserError saying what is there instead."""
-    candidates = [path, path / "weights", path / "model_weights"]
+    candidates = [path, path / nemo.WEIGHTS, path / "model_weights"]
     tracker = path / TRACKER
     if tracker.is_file():
         step = tracker.read_text(encoding="utf-8", errors="replace").strip()
@@ -170,8 +229,7 @@ def find_dist(path: Path) -> Path:
             return folder
     if path.is_file() and path.suffix == ".nemo":
         raise UserError(
-            f"{path}: a NeMo 1.0 archive; turn it into a NeMo 2.0 folder with nemo-toolkit[nlp]>=2.0,<3 "
-            "(nemo-toolkit 3.0 has no language models any more), then convert that folder"
+            f"{path}: a NeMo 1.0 archive; turn it into a NeMo 2.0 folder with {nemo.HOW}, then convert that folder"
         )
     for folder in [candidates[0], *candidates[1:], *sorted(path.glob("iter_*"))]:
         if any(folder.glob("mp_rank_*")):

@@ -8,7 +8,7 @@ data-parallel ranks), activations by the tensors that the backward reads, the en
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pivotrl.config import Config
@@ -56,9 +56,8 @@ def read_model(config: Mapping[str, Any]) -> Model:
     sparse = sum(moe)
     dense = d.layers * block + (d.layers - sparse) * 3 * d.hidden * d.ffn + sparse * experts * d.hidden + d.hidden
     weights = Weights(dense, sparse * experts * 3 * d.hidden * moe_ffn, d.vocab * d.hidden, d.tied)
-    dims = Dims(
-        d.layers, d.hidden, d.vocab, d.heads, d.kv_heads, d.head_dim, d.ffn, moe_ffn, experts, tuple(moe), d.tied
-    )
+    kinds = tuple("moe" if m else "dense" for m in moe)
+    dims = replace(d, moe_ffn=moe_ffn, experts=experts, kinds=kinds)
     return Model(dims, int(config.get("num_experts_per_tok") or 0) if experts else 0, weights)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools.dist_format import DistWriter
-from checkpoint_tools.keys import Style, slot
+from checkpoint_tools.dist_writer import DistWriter
+from checkpoint_tools.keys import Style, slots
 from checkpoint_tools.sides import Model
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import pack, split
@@ -34,12 +34,28 @@ MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+HYBRID: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "ME*-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 2,
+    "n_groups": 4,
+    "ssm_state_size": 2,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_latent_size": 4,
+    "num_nextn_predict_layers": 2,
+    "mtp_hybrid_override_pattern": "*E",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama tied": {**BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},
     "qwen3 tied": {**BASE, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     "moe": {**BASE, **MOE},
     "moe tied, first layer dense": {**BASE, **MOE, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    "hybrid moe": {**BASE, **HYBRID},
 }
 
 
@@ -97,25 +113,29 @@ def save_as_ranks(
     folder.mkdir(parents=True)
     writer = DistWriter(folder)
     for name, entry in model.table.items():
-        full = pack(entry, [made[n] for n in entry.hf], model.dims)
+        whole = pack(entry, [made[n] for n in entry.hf], model.dims)
         size = etp if entry.rule.expert else tp
-        where = slot(name, entry, model.dims, style)
         stage = 0 if entry.layer is None else entry.layer // (model.dims.layers // pp)
         expert_rank = 0 if entry.expert is None else entry.expert // (model.dims.experts // ep)
-        for rank in range(1 if entry.rule.axis is None else size):
-            shard = split(entry, full, rank, size)
-            halves = shard.chunk(2, 0) if entry.rule.layout == "gate_up" else (shard,)
-            for number, part in enumerate(halves):
-                offsets = [0] * shard.dim()
-                rows = part.shape[0] * size * len(halves)
-                whole = [rows, *full.shape[1:]] if entry.rule.layout == "vocab" else list(full.shape)
-                if entry.rule.axis is not None:
-                    offsets[entry.rule.axis] = (number * size + rank) * part.shape[entry.rule.axis]
-                writer.add(
-                    prefix + where.key,
-                    (*where.leading, *whole),
-                    (*where.index, *offsets),
-                    part[(None,) * len(where.index)],
-                    stream=(stage + rank + expert_rank) % 3,
-                )
+        first = 0
+        for where in slots(name, entry, model.dims, style):
+            full = whole[first : first + (where.rows or len(whole))]
+            first += len(full)
+            for rank in range(1 if entry.rule.axis is None else size):
+                # a section of rows is split as a plain tensor is
+                shard = full.chunk(size, 0)[rank] if where.rows else split(entry, full, rank, size)
+                halves = shard.chunk(2, 0) if entry.rule.layout == "gate_up" else (shard,)
+                for number, part in enumerate(halves):
+                    offsets = [0] * shard.dim()
+                    rows = part.shape[0] * size * len(halves)
+                    sizes = [rows, *full.shape[1:]] if entry.rule.layout == "vocab" else list(full.shape)
+                    if entry.rule.axis is not None:
+                        offsets[entry.rule.axis] = (number * size + rank) * part.shape[entry.rule.axis]
+                    writer.add(
+                        prefix + where.key,
+                        (*where.leading, *sizes),
+                        (*where.index, *offsets),
+                        part[(None,) * len(where.index)],
+                        stream=(stage + rank + expert_rank) % 3,
+                    )
     writer.finish({"iteration": 120})

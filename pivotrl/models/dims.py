@@ -24,12 +24,21 @@ class Dims:
     ffn: int
     moe_ffn: int = 0
     experts: int = 0
-    moe_layers: tuple[bool, ...] = ()  # one a layer: True where the MLP is a mixture of experts
+    kinds: tuple[str, ...] = ()  # one a layer, as rules name them ("dense", "moe", ...); empty: all "dense"
     tied: bool = False  # the head is the embedding
+    mtp_kinds: tuple[str, ...] = ()  # the same for the layers that predict further tokens, block after block
+    mtp_block: int = 1  # layers of one such block
+    extra: tuple[tuple[str, int], ...] = ()  # sizes that only one family has, by name
+
+    def kind(self, layer: int) -> str:
+        """Kind of a layer."""
+        return self.kinds[layer] if self.kinds else "dense"
 
     def size(self, name: str) -> int:
-        """A size by the name used in `Tensor` shapes."""
-        derived = {"q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim}
+        """A size by the name used in `Tensor` shapes (a number stands for itself)."""
+        derived = {"q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim, **dict(self.extra)}
+        if name.isdigit():
+            return int(name)
         return derived[name] if name in derived else int(getattr(self, name))
 
 

@@ -11,6 +11,7 @@ from pivotrl.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pivotrl.models.extents import Extent
     from pivotrl.models.safetensors_header import TensorInfo
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -85,6 +86,12 @@ class ModelFolder:
         if name not in self.file_of:
             raise UserError(f"{self.path}: no tensor {name}")
         return read_tensor(self.path / self.file_of[name], name, self.infos[name])
+
+    def extent(self, name: str) -> Extent:
+        """Where the bytes of one tensor lie. Raises UserError with the name where the folder lacks it."""
+        if name not in self.file_of:
+            raise UserError(f"{self.path}: no tensor {name}")
+        return self.infos[name].extent(self.path / self.file_of[name])
 
     def close(self) -> None:
         """Forget the headers; nothing is kept open between reads."""

@@ -8,8 +8,11 @@ all read that table, so a tensor cannot be mapped one way in one of them and ano
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,17 +26,20 @@ class Rule:
     """One kind of megatron parameter and the Hugging Face tensors that it is made of.
 
     `layout`: "plain" (the tensor itself), "vocab" (rows padded to a multiple of the tensor-parallel size), "qkv"
-    (query, key and value interleaved by key-value group, as megatron's linear_qkv has them) or "gate_up" (both
-    halves, each split over the ranks). `axis` is the tensor-parallel split of the megatron tensor (None: replicated);
-    rules with {expert} in their name split over the expert-tensor-parallel group instead.
+    (query, key and value interleaved by key-value group, as megatron's linear_qkv has them), "gate_up" (both
+    halves, each split over the ranks) or "sections" (the tensor itself, whose `sections` of rows are each split).
+    `axis` is the tensor-parallel split of the megatron tensor (None: replicated); rules with {expert} in their name
+    split over the expert-tensor-parallel group instead.
     """
 
-    megatron: str  # with {layer} and {expert}
-    hf: tuple[str, ...]
+    megatron: str  # with {layer} and {expert}, or {outer}, {inner} and {expert} for layers that predict further tokens
+    hf: tuple[str, ...]  # with {layer} and {expert}
     shapes: tuple[tuple[str, ...], ...]  # one a Hugging Face tensor, in names of `Dims.size`
     layout: str = "plain"
     axis: int | None = None
-    where: str = "all"  # layers that have it: "all" | "dense" | "moe"
+    where: str = "all"  # layers that have it: "all", or one of `Dims.kinds`; "first" | "last" of a block with {outer}
+    sections: tuple[tuple[str, str], ...] = ()  # (name in a distributed checkpoint, size in names of `Dims.size`)
+    needs: str = ""  # a size in names of `Dims.size`: models where it is 0 lack the parameter
 
     @property
     def expert(self) -> bool:
@@ -49,6 +55,8 @@ class Entry:
     shapes: tuple[tuple[int, ...], ...]
     layer: int | None
     expert: int | None
+    sections: tuple[tuple[str, int], ...] = ()  # (name, rows) of the parts that are split for themselves
+    kind: str = "dense"  # of its layer, as in `Dims.kinds`
 
 
 @dataclass(frozen=True)
@@ -69,31 +77,37 @@ class Place:
 
 
 def plan(rules: Sequence[Rule], dims: Dims) -> dict[str, Entry]:
-    """Global megatron name -> Entry, in model order (embedding, layers, final norm, head)."""
+    """Global megatron name -> Entry, in model order (embedding, layers, final norm, head, further-token layers)."""
     table: dict[str, Entry] = {}
+    rules = [r for r in rules if not r.needs or dims.size(r.needs)]
 
-    def add(rule: Rule, layer: int | None, expert: int | None) -> None:
-        names = {"layer": layer, "expert": expert}
+    def add(rule: Rule, layer: int | None, expert: int | None, kind: str = "dense") -> None:
+        outer, inner = divmod(layer or 0, dims.mtp_block)
+        names = {"layer": layer, "expert": expert, "outer": outer, "inner": inner}
         shapes = tuple(tuple(dims.size(d) for d in shape) for shape in rule.shapes)
-        table[rule.megatron.format(**names)] = Entry(
-            rule, tuple(n.format(**names) for n in rule.hf), shapes, layer, expert
-        )
+        hf = tuple(n.format(**names) for n in rule.hf)
+        sections = tuple((part, dims.size(d)) for part, d in rule.sections)
+        number = None if "{outer}" in rule.megatron else layer
+        table[rule.megatron.format(**names)] = Entry(rule, hf, shapes, number, expert, sections, kind)
 
-    def is_layer(rule: Rule) -> bool:
-        return "{layer}" in rule.megatron
+    def layers(mark: str, kinds: Sequence[str], block: int) -> None:
+        marked = [r for r in rules if mark in r.megatron]
+        for layer, kind in enumerate(kinds):
+            places = {"all", kind} | {p for p, at in (("first", 0), ("last", block - 1)) if layer % block == at}
+            for rule in (r for r in marked if r.where in places):
+                for expert in range(dims.experts) if rule.expert else (None,):
+                    add(rule, layer, expert, kind)
 
-    for rule in rules:
+    single = [r for r in rules if "{layer}" not in r.megatron and "{outer}" not in r.megatron]
+    for rule in single:
         if rule.megatron.startswith("embedding."):
             add(rule, None, None)
-    for layer in range(dims.layers):
-        kind = "moe" if dims.moe_layers and dims.moe_layers[layer] else "dense"
-        for rule in (r for r in rules if is_layer(r) and r.where in ("all", kind)):
-            for expert in range(dims.experts) if rule.expert else (None,):
-                add(rule, layer, expert)
-    for rule in rules:
+    layers("{layer}", [dims.kind(i) for i in range(dims.layers)], dims.layers)
+    for rule in single:
         tied_head = dims.tied and rule.megatron == "output_layer.weight"
-        if not is_layer(rule) and not rule.megatron.startswith("embedding.") and not tied_head:
+        if not rule.megatron.startswith("embedding.") and not tied_head:
             add(rule, None, None)
+    layers("{outer}", dims.mtp_kinds, dims.mtp_block)
     return table
 
 
@@ -128,36 +142,73 @@ def check_source(
         raise UserError(f"{where}: weights do not fit config.json:\n  " + "\n  ".join(problems[:20]) + more)
 
 
+def _arrange(layout: str, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
+    """Rows of an entry's Hugging Face tensors in the order of its megatron tensor; any width."""
+    if layout == "qkv":
+        groups, d = dims.kv_heads, dims.head_dim
+        q, k, v = tensors  # [heads * d, h], [kv_heads * d, h], [kv_heads * d, h]
+        parts = [q.reshape(groups, -1, q.shape[-1]), k.reshape(groups, d, -1), v.reshape(groups, d, -1)]
+        return torch.cat(parts, 1).reshape(-1, q.shape[-1])  # [(heads + 2 * kv_heads) * d, h]
+    if layout == "gate_up":
+        return torch.cat(list(tensors), 0)  # [2 * ffn, h]
+    return tensors[0]
+
+
 def pack(entry: Entry, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
     """Hugging Face tensors of an entry -> the full megatron tensor (before any split)."""
     for name, tensor, shape in zip(entry.hf, tensors, entry.shapes, strict=True):
         if tuple(tensor.shape) != shape:
             raise UserError(f"tensor {name} has shape {list(tensor.shape)}; {list(shape)} was expected")
-    if entry.rule.layout == "qkv":
-        groups, d = dims.kv_heads, dims.head_dim
-        q, k, v = tensors  # [heads * d, h], [kv_heads * d, h], [kv_heads * d, h]
-        parts = [q.reshape(groups, -1, q.shape[-1]), k.reshape(groups, d, -1), v.reshape(groups, d, -1)]
-        return torch.cat(parts, 1).reshape(-1, q.shape[-1])  # [(heads + 2 * kv_heads) * d, h]
-    if entry.rule.layout == "gate_up":
-        return torch.cat(list(tensors), 0)  # [2 * ffn, h]
-    return tensors[0]
+    return _arrange(entry.rule.layout, tensors, dims)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` rows of an entry's Hugging Face tensor number `part`, from `hf`, are megatron's rows from `megatron`."""
+
+    part: int
+    hf: int
+    megatron: int
+    count: int
+
+
+def row_runs(entry: Entry, dims: Dims) -> tuple[Run, ...]:
+    """Which rows of an entry's Hugging Face tensors are which rows of its megatron tensor, in megatron's order.
+
+    Found by sending row numbers through `pack`'s own arrangement, so that bytes can be copied where tensors need not
+    be held, and one mapping stays the only one.
+    """
+    return _row_runs(entry.rule.layout, tuple(shape[0] for shape in entry.shapes), dims)
+
+
+@lru_cache(maxsize=256)
+def _row_runs(layout: str, rows: tuple[int, ...], dims: Dims) -> tuple[Run, ...]:
+    if len(rows) == 1:
+        return (Run(0, 0, 0, rows[0]),)
+    numbers = torch.arange(sum(rows), device="cpu")[:, None]
+    order = _arrange(layout, numbers.split(list(rows)), dims)[:, 0]
+    starts = [0, *((order.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(order)]
+    first = [sum(rows[:i]) for i in range(len(rows) + 1)]
+    runs: list[Run] = []
+    for start, end in pairwise(starts):
+        number = int(order[start])
+        while start < end:  # rows that follow on each other may cross from one tensor into the next
+            part = bisect_right(first, number) - 1
+            count = min(end - start, first[part + 1] - number)
+            runs.append(Run(part, number - first[part], start, count))
+            start, number = start + count, number + count
+    return tuple(runs)
 
 
 def unpack(entry: Entry, full: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
     """The full megatron tensor of an entry -> its Hugging Face (name, tensor) pairs; the inverse of `pack`."""
-    if entry.rule.layout == "qkv":
-        d, per = dims.head_dim, dims.heads // dims.kv_heads
-        grouped = full.reshape(dims.kv_heads, (per + 2) * d, -1)
-        q, k, v = grouped.split([per * d, d, d], 1)
-        parts = [t.reshape(-1, full.shape[-1]) for t in (q, k, v)]
-    elif entry.rule.layout == "gate_up":
-        parts = list(full.chunk(2, 0))
-    else:
-        parts = [full]
-    for name, part, shape in zip(entry.hf, parts, entry.shapes, strict=True):
-        if tuple(part.shape) != shape:
-            raise ValueError(f"{name}: gathered {list(part.shape)}, expected {list(shape)}: a shard is missing")
-    return list(zip(entry.hf, parts, strict=True))
+    if tuple(full.shape) != (rows := sum(shape[0] for shape in entry.shapes), *entry.shapes[0][1:]):
+        expected = [rows, *entry.shapes[0][1:]]
+        raise ValueError(f"{', '.join(entry.hf)}: gathered {list(full.shape)}, expected {expected}: a shard is missing")
+    parts: list[list[Tensor]] = [[] for _ in entry.hf]
+    for run in row_runs(entry, dims):
+        parts[run.part].append(full.narrow(0, run.megatron, run.count))
+    return [(n, p[0] if len(p) == 1 else torch.cat(p)) for n, p in zip(entry.hf, parts, strict=True)]
 
 
 def split(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
@@ -168,12 +219,21 @@ def split(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
     if rule.layout == "vocab":
         padded = -full.shape[0] % size  # rows of zeros that no token id reaches
         full = torch.cat([full, full.new_zeros(padded, *full.shape[1:])]) if padded else full
-    halves = full.chunk(2, 0) if rule.layout == "gate_up" else (full,)
-    if any(h.shape[rule.axis] % size for h in halves):
+    parts = _parts(entry, full)
+    if any(p.shape[rule.axis] % size for p in parts):
         raise UserError(
             f"{entry.hf}: {list(full.shape)} cannot be split over {size} ranks; choose a parallel size that divides it"
         )
-    return torch.cat([h.chunk(size, rule.axis)[rank] for h in halves], 0)
+    return torch.cat([p.chunk(size, rule.axis)[rank] for p in parts], 0)
+
+
+def _parts(entry: Entry, tensor: Tensor, ranks: int = 1) -> Sequence[Tensor]:
+    """The row sections of a tensor (or of one rank's shard of it) that are each split over the ranks."""
+    if entry.rule.layout == "gate_up":
+        return tensor.chunk(2, 0)
+    if entry.rule.layout == "sections":
+        return tensor.split([rows // ranks for _, rows in entry.sections], 0)
+    return (tensor,)
 
 
 def merge(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
@@ -181,9 +241,9 @@ def merge(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
     rule = entry.rule
     if len(shards) == 1 or rule.axis is None:
         return shards[0]
-    if rule.layout == "gate_up":
-        halves = [s.chunk(2, 0) for s in shards]
-        return torch.cat([h[0] for h in halves] + [h[1] for h in halves], 0)
+    if rule.layout in ("gate_up", "sections"):
+        of_rank = [_parts(entry, s, len(shards)) for s in shards]
+        return torch.cat([part[i] for i in range(len(of_rank[0])) for part in of_rank], 0)
     full = torch.cat(list(shards), rule.axis)
     return full[: entry.shapes[0][0]] if rule.layout == "vocab" else full
 

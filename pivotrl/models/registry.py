@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pivotrl.errors import UserError
-from pivotrl.models import llama, qwen3, qwen3_moe
+from pivotrl.models import families
 from pivotrl.models.dims import Dims, HFConfig
 from pivotrl.models.mapping import Rule
 
@@ -28,10 +30,16 @@ class Family:
         return (*self.ignored, r"lm_head\.weight") if dims.tied else self.ignored
 
 
-FAMILIES = tuple(
-    Family(m.__name__.rpartition(".")[2], m.ARCHITECTURES, m.RULES, m.IGNORED, m.dims, m.to_megatron_kwargs)
-    for m in (llama, qwen3, qwen3_moe)
-)
+def discover() -> tuple[Family, ...]:
+    """Every family of pivotrl/models/families: each file there is one."""
+    found = []
+    for info in pkgutil.iter_modules(families.__path__):
+        m = importlib.import_module(f"{families.__name__}.{info.name}")
+        found.append(Family(info.name, m.ARCHITECTURES, m.RULES, m.IGNORED, m.dims, m.to_megatron_kwargs))
+    return tuple(found)
+
+
+FAMILIES = discover()
 
 
 def family_for(config: HFConfig) -> Family:

@@ -1,7 +1,6 @@
 """Strict reading of the safetensors format (https://github.com/huggingface/safetensors): header, then plain reads.
 
-Every mistake in a file is a UserError that names the file and the tensor. Tensors are read with pread, not mapped:
-memory is then what is held, and threads may read one file at once.
+Every mistake in a file is a UserError that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pivotrl.errors import UserError
+from pivotrl.models.extents import Extent, read
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -44,6 +44,10 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     end: int
+
+    def extent(self, path: Path) -> Extent:
+        """Where its bytes lie, given the file."""
+        return Extent(path, self.start, self.end - self.start)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -114,19 +118,4 @@ def _info(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
 
 def read_tensor(path: Path, name: str, info: TensorInfo) -> Tensor:
     """Read one tensor into memory of its own. Raises UserError where the file has become shorter."""
-    raw = torch.empty(info.end - info.start, dtype=torch.uint8)
-    view = raw.numpy().data
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    try:
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done : done + 2**30]], info.start + done)
-            if count == 0:
-                raise UserError(f"{path}: truncated within tensor {name}; fetch it again")
-            done += count
-    finally:
-        os.close(descriptor)
-    return raw.view(info.dtype).reshape(info.shape)
+    return read([info.extent(path)], name).view(info.dtype).reshape(info.shape)

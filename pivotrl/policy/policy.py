@@ -231,7 +231,8 @@ class MegatronPolicy:
         `chat_template`: the template that the policy was trained with, where it is not the folder's own.
         """
         extra = {} if chat_template is None else {"chat_template.jinja": chat_template}
-        write_folder(self.hf_weights(), Path(out_dir), Path(source_dir), self.model.config.params_dtype, extra)
+        dtype = self.model.config.params_dtype
+        write_folder(self.hf_weights(), self.table, Path(out_dir), Path(source_dir), dtype, extra)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

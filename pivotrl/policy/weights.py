@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,15 +12,14 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from pivotrl.io import write_json
 from pivotrl.models.dims import Dims
-from pivotrl.models.folder import INDEX, SINGLE, ModelFolder
+from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, Place, check_source, global_name, local_shard, merge, unpack
+from pivotrl.models.output import Planned, SafetensorsWriter, carry_over, new_folder
 from pivotrl.models.registry import Family
 from pivotrl.policy.model import PolicyModel
 
 SHARD_BYTES = 4 * 2**30  # size of one written safetensors file
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth")
 
 
 def place_of(model: PolicyModel) -> Place:
@@ -118,77 +115,31 @@ def _share_stage(full: Tensor | None, entry: Entry, model: PolicyModel) -> Tenso
 
 
 def write_folder(
-    weights: Iterable[tuple[str, Tensor]], out_dir: Path, source_dir: Path, dtype: torch.dtype, extra: Mapping[str, str]
+    weights: Iterable[tuple[str, Tensor]],
+    table: Mapping[str, Entry],
+    out_dir: Path,
+    source_dir: Path,
+    dtype: torch.dtype,
+    extra: Mapping[str, str],
 ) -> None:
-    """Write a Hugging Face folder; rank 0 writes, every rank takes part in gathering `weights`.
+    """Write a Hugging Face folder; rank 0 writes, every rank takes part in gathering `weights` (those of `table`).
 
     The folder appears under its name only when it is whole: it is written beside it and renamed. config.json,
     generation_config.json, the tokenizer and the like are carried over from `source_dir`; `extra` holds files (name ->
     text) that take their place.
     """
-    writer = dist.get_rank() == 0
-    temporary = out_dir.with_name(out_dir.name + ".tmp")
-    if writer:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    files: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = size = 0
-    for name, tensor in weights:
-        if not writer:
-            continue
-        if pending and size + tensor.nbytes > SHARD_BYTES:
-            files.append(_write_shard(temporary, len(files), pending))
-            pending, size = {}, 0
-        pending[name] = tensor.cpu().contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    if writer:
-        files.append(_write_shard(temporary, len(files), pending))
-        _name_shards(temporary, files, total)
-        _carry_over(source_dir, temporary, dtype)
-        for name, text in extra.items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        _replace(temporary, out_dir)
+    if dist.get_rank() != 0:
+        for _ in weights:
+            pass
+    else:
+        entries = table.values()
+        planned = [Planned(n, dtype, s) for entry in entries for n, s in zip(entry.hf, entry.shapes, strict=True)]
+        with new_folder(out_dir, sum(t.nbytes for t in planned), force=True) as folder:
+            writer = SafetensorsWriter(folder, planned, SHARD_BYTES)
+            for name, tensor in weights:
+                writer.put(name, tensor.cpu())
+            writer.finish()
+            carry_over(source_dir, folder, dtype)
+            for name, text in extra.items():
+                (folder / name).write_text(text, encoding="utf-8")
     dist.barrier()
-
-
-def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    from safetensors.torch import save_file
-
-    save_file(tensors, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
-    return list(tensors)
-
-
-def _name_shards(folder: Path, files: list[list[str]], total: int) -> None:
-    """Hugging Face names: one file, or numbered files and an index."""
-    if len(files) == 1:
-        (folder / "shard-0.safetensors").rename(folder / SINGLE)
-        return
-    weight_map = {}
-    for i, names in enumerate(files):
-        final = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        (folder / f"shard-{i}.safetensors").rename(folder / final)
-        weight_map.update(dict.fromkeys(names, final))
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _carry_over(source: Path, target: Path, dtype: torch.dtype) -> None:
-    weights = {f for pattern in _WEIGHT_FILES for f in source.glob(pattern)}
-    for file in source.iterdir():
-        if file.is_file() and file not in weights:
-            shutil.copy2(file, target / file.name)
-    with (source / "config.json").open(encoding="utf-8") as handle:
-        config = json.load(handle)
-    for key in ("dtype", "torch_dtype"):  # newer and older name
-        if key in config:
-            config[key] = str(dtype).removeprefix("torch.")
-    write_json(target / "config.json", config)
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

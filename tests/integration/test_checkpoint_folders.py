@@ -17,18 +17,20 @@ from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools.sides import find_dist, is_hf
 from pivotrl.errors import UserError
 from pivotrl.models.folder import ModelFolder
-from tests.checkpoint_makers import CONFIGS, save_hf
+from tests.checkpoint_makers import CONFIGS, HYBRID, equal, read_all, save_hf
 from tests.tiny_models import NAMES
 
 ROOT = Path(__file__).parents[2]
+MTP = ("num_nextn_predict_layers", "mtp_hybrid_override_pattern")  # transformers leaves these layers out
 # the process ends by SIGKILL at the n-th call of a function: while tensors, metadata, config are written, at renaming
 KILL = """
 import os, signal, sys
 from pathlib import Path
-from checkpoint_tools import convert, dist_format, output
+from checkpoint_tools import convert, dist_writer
+from pivotrl.models import output
 where, count, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-owner = {"add": dist_format.DistWriter, "finish": dist_format.DistWriter, "carry_over": convert,
-         "_write_file": output, "rename": Path}[where]
+owner = {"add_bytes": dist_writer.DistWriter, "finish": dist_writer.DistWriter, "carry_over": convert,
+         "put_bytes": output.SafetensorsWriter, "rename": Path}[where]
 original, calls = getattr(owner, where), []
 def killed(*args, **kwargs):
     calls.append(1)
@@ -59,6 +61,56 @@ def test_exported_folder_gives_equal_logits_in_transformers(
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+def test_fp8_folder_loads_in_transformers(tiny_folders: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """transformers undoes the blocks where it has no kernel for them: its logits are those of the weights read here."""
+    from transformers import AutoModelForCausalLM
+
+    folder, model = tiny_folders["qwen3_moe"]
+    hf_to_megatron(folder, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=torch.float8_e4m3fn)
+    hf_to_megatron(tmp_path / "fp8", tmp_path / "again")
+    megatron_to_hf(tmp_path / "again", tmp_path / "plain")
+    ids = (torch.arange(20)[None] * 11) % 128
+    logits = []
+    for name in ("fp8", "plain"):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            logits.append(loaded(ids).logits)
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=0)
+    with torch.no_grad():
+        far = (logits[0] - model(ids).logits).abs().max().item()
+    assert 1e-4 < far < 0.5
+
+
+def test_hybrid_that_transformers_saved_comes_back(tmp_path: Path) -> None:
+    """Nemotron-H as transformers names it in files, through Megatron's names and back: equal bits, equal logits."""
+    from transformers import AutoModelForCausalLM, NemotronHConfig, NemotronHForCausalLM
+
+    sizes = {key: CONFIGS["hybrid moe"][key] for key in HYBRID if key not in ("architectures", *MTP)}
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        vocab_size=128,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        num_experts_per_tok=2,
+        **sizes,
+    )
+    model = NemotronHForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert equal(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
+    ids = (torch.arange(12)[None] * 11) % 128
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
 def test_logits_of_a_prompt(
     tiny_folders: dict[str, tuple[Path, Any]],
     smollm2_tokenizer: Path,
@@ -82,7 +134,7 @@ def test_logits_of_a_prompt(
         verify.verify(folder, folder, prompt="a")
 
 
-@pytest.mark.parametrize("where", ["add-30", "finish-1", "rename-1"])
+@pytest.mark.parametrize("where", ["add_bytes-30", "finish-1", "rename-1"])
 def test_killed_import_leaves_nothing_that_loads(where: str, tmp_path: Path) -> None:
     save_hf(CONFIGS["moe"], tmp_path / "hf")
     arguments = ["hf-to-megatron", str(tmp_path / "hf"), str(tmp_path / "out")]
@@ -94,7 +146,7 @@ def test_killed_import_leaves_nothing_that_loads(where: str, tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
 
 
-@pytest.mark.parametrize("where", ["_write_file-3", "carry_over-1"])
+@pytest.mark.parametrize("where", ["put_bytes-30", "carry_over-1"])
 def test_killed_export_leaves_nothing_that_loads(where: str, tmp_path: Path) -> None:
     save_hf(CONFIGS["moe"], tmp_path / "hf")
     hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
@@ -117,6 +169,20 @@ def test_killed_replacement_keeps_the_old_one(tmp_path: Path) -> None:
     assert verify.verify(tmp_path / "hf", tmp_path / "out.old").same(0.0)
     hf_to_megatron(tmp_path / "hf", tmp_path / "out")
     assert verify.verify(tmp_path / "hf", tmp_path / "out").same(0.0)
+
+
+def test_time_and_memory_of_a_conversion(tmp_path: Path) -> None:
+    """A small size of benchmarks/convert.py: bytes are copied, neither time nor memory follows the tensors' sizes."""
+    from benchmarks.convert import convert_once, copy, synthetic
+
+    size = synthetic(tmp_path / "hf", 200) / 1e6
+    copied = min(copy(tmp_path / "hf", tmp_path / f"copy{i}")["cpu"] for i in range(2))
+    for way, source, target in (("hf-to-megatron", "hf", "megatron"), ("megatron-to-hf", "megatron", "back")):
+        row = convert_once(way, tmp_path / source, tmp_path / target)
+        assert row["peak_mb"] - row["imports_mb"] < 0.2 * size, row
+        # processor time, since others write to the same disk: bookkeeping for 300 tensors, and twice the copying
+        assert row["cpu"] < 2.0 + 3 * copied, (row, copied)
+    assert equal(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
 
 
 def _killed(where: str, arguments: list[str]) -> None:

@@ -26,7 +26,8 @@ def test_what_ranks_of_any_layout_saved_is_read_bit_equal(
     kind: str, tp: int, pp: int, ep: int, etp: int, tmp_path: Path
 ) -> None:
     """Field reports A6, A7, H2."""
-    style = Style("numbered" if "first" in kind or pp % 2 else "stacked", "te" if tp % 2 else "local")
+    alike = "first" not in kind and "hybrid" not in kind  # layers of one shape can be stacked
+    style = Style("stacked" if alike and pp % 2 == 0 else "numbered", "te" if tp % 2 else "local")
     save_as_ranks(CONFIGS[kind], tmp_path / "config", tmp_path / "m", tp, ep, etp, pp, style)
     megatron_to_hf(tmp_path / "m", tmp_path / "back", config_from=tmp_path / "config", workers=1)
     assert equal(read_all(tmp_path / "back"), tensors_of(model_of(CONFIGS[kind], tmp_path / "config")))

@@ -107,6 +107,20 @@ def test_refit_serves_exactly_the_new_weights_time_after_time(original: Served) 
         assert report is not None and not report.different and not report.unverified
 
 
+def test_exported_folder_is_served_alike(served: Served, tmp_path: Path) -> None:
+    """Converted to Megatron and back: the engine's tokens and log-probs are bit-equal."""
+    from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
+
+    hf_to_megatron(served.folders[1], tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", shard_bytes=100_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    engine = build(tmp_path / "back")
+    try:
+        assert answers(engine) == served.fresh[1]
+    finally:
+        engine.close()
+
+
 def test_refit_resets_the_prefix_cache_once(original: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, resets = original.engine, []
     engine.generate([PROMPTS[0]], GREEDY, 1, [0])

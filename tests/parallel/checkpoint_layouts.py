@@ -119,7 +119,7 @@ def compare_logits(folder: Path, model: Any) -> None:
 
 def true_shapes(folder: Path) -> None:
     """On meta tensors: names and global shapes that megatron-core gives a model are those that a conversion writes."""
-    from checkpoint_tools.keys import default_style, slot
+    from checkpoint_tools.keys import default_style, sizes
 
     source = ModelFolder(folder)
     family = family_for(source.config)
@@ -131,12 +131,7 @@ def true_shapes(folder: Path) -> None:
         for part in parts:
             if "_extra_state" not in part.key:
                 wanted[part.key] = tuple(part.global_shape)
-    written: dict[str, tuple[int, ...]] = {}
-    style = default_style(dims, "local")
-    for name, entry in plan(family.rules, dims).items():
-        where = slot(name, entry, dims, style)
-        rows = sum(shape[0] for shape in entry.shapes)
-        written[where.key] = (*where.leading, rows, *entry.shapes[0][1:])
+    written = sizes(plan(family.rules, dims), dims, default_style(dims, "local"))
     assert written == wanted, set(written.items()) ^ set(wanted.items())
     print(f"{folder.name}: {len(written)} tensors as megatron-core has them", flush=True)
 

@@ -94,7 +94,13 @@ def test_any_config_value(key: str, value: Any, whole: Path) -> None:
 @FEW
 @given(where=st.floats(0, 1), byte=st.integers(0, 255), cut=st.booleans())
 @pytest.mark.parametrize(
-    "file", ["hf/model.safetensors", "megatron/release/.metadata", "megatron/release/metadata.json"]
+    "file",
+    [
+        "hf/model.safetensors",
+        "megatron/release/.metadata",
+        "megatron/release/metadata.json",
+        "megatron/release/__0_0.distcp",
+    ],
 )
 def test_a_changed_byte_or_a_cut(file: str, where: float, byte: int, cut: bool, whole: Path) -> None:
     raw = bytearray((whole / file).read_bytes())

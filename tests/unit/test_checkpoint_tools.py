@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_tools import convert, inspect, output, verify
+from checkpoint_tools import convert, inspect, verify
 from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools.dist_format import DistReader
 from checkpoint_tools.keys import Style
 from checkpoint_tools.sides import find_dist
 from pivotrl.errors import UserError
+from pivotrl.models import extents, output
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import pack, unpack
 from tests.checkpoint_makers import CONFIGS, equal, model_of, read_all, save_as_ranks, save_hf, tensors_of
@@ -39,7 +43,7 @@ def test_round_trip_is_bit_equal(kind: str, style: str, tmp_path: Path) -> None:
     """Field reports H1, H3."""
     wanted = save_hf(CONFIGS[kind], tmp_path / "hf", torch.bfloat16)
     names = STYLES[style]
-    if "first layer dense" in kind and names.layers == "stacked":
+    if ("first layer dense" in kind or "hybrid" in kind) and names.layers == "stacked":
         with pytest.raises(UserError, match="use numbered"):
             hf_to_megatron(tmp_path / "hf", tmp_path / "m", layers=names.layers, norms=names.norms)
         return
@@ -81,33 +85,24 @@ def test_dtype_is_chosen_and_written_into_the_config(dtype: str, tmp_path: Path)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
 
 
-def test_nemo_folder_is_read_without_nemo(tmp_path: Path) -> None:
-    save_hf(CONFIGS["moe"], tmp_path / "hf")
-    style = Style("stacked", "te")
-    save_as_ranks(CONFIGS["moe"], tmp_path / "hf", tmp_path / "nemo" / "weights", 2, 2, 1, 1, style, prefix="module.")
-    (tmp_path / "nemo" / "context").mkdir()
-    assert verify.verify(tmp_path / "hf", tmp_path / "nemo").same(0.0)
-    facts = inspect.describe(tmp_path / "nemo")
-    assert facts["kind"].startswith("NeMo 2.0") and facts["step"] == 120
-    with pytest.raises(UserError, match="give --source"):
-        megatron_to_hf(tmp_path / "nemo", tmp_path / "back")
-    (tmp_path / "old.nemo").write_bytes(b"")
-    with pytest.raises(UserError, match=r"nemo-toolkit\[nlp\]>=2.0,<3"):
-        find_dist(tmp_path / "old.nemo")
+def test_extra_state_may_be_there_or_not_and_nothing_else(converted: tuple[Path, Path]) -> None:
+    """Field report H7."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-
-def test_other_backends_are_named(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(UserError, match="--ckpt-format torch_dist"):
-        find_dist(tmp_path)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
-    with pytest.raises(UserError, match="iter_0000008 is not there"):
-        find_dist(tmp_path)
-    (tmp_path / "zarr").mkdir()
-    (tmp_path / "zarr" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(UserError, match="'zarr'"):
-        DistReader(tmp_path / "zarr")
+    folder = converted[1] / "release"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    tensors = metadata.state_dict_metadata
+    tensors["decoder.layers.self_attention.linear_qkv._extra_state/shard_0_4"] = BytesStorageMetadata()
+    tensors["decoder.layers.0.mlp.linear_fc1._extra_state"] = tensors["decoder.final_layernorm.weight"]
+    place = next(p for p in metadata.storage_data if p.fqn == "decoder.final_layernorm.weight")
+    twin = type(place)("decoder.layers.0.mlp.linear_fc1._extra_state", place.offset)
+    metadata.storage_data[twin] = metadata.storage_data[place]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert verify.verify(*converted).same(0.0)
+    del tensors["decoder.layers.3.self_attention.q_layernorm.weight"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"missing: decoder.layers.3.self_attention.q_layernorm.weight"):
+        verify.verify(*converted)
 
 
 def test_existing_output_stays_without_force(converted: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +122,55 @@ def test_a_full_disk_is_found_before_anything_is_written(
     with pytest.raises(UserError, match=r"0\.0 GiB free"):
         megatron_to_hf(converted[1], converted[1].with_name("back"))
     assert not list(converted[1].parent.glob("*back*"))
+
+
+@pytest.mark.parametrize("way", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_disk_that_fills_up_meanwhile(
+    way: str, converted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, write = [], extents.write
+
+    def full(descriptor: int, data: memoryview, position: int) -> None:
+        calls.append(1)
+        if len(calls) > 40:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(descriptor, data, position)
+
+    monkeypatch.setattr(extents, "write", full)
+    source = converted[0] if way == "hf-to-megatron" else converted[1]
+    assert convert.main([way, str(source), str(source.with_name("out"))]) == 2
+    assert "No space left on device; nothing was left behind" in capsys.readouterr().err
+    assert sorted(p.name for p in source.parent.iterdir()) == ["hf", "megatron"]
+
+
+def test_the_commands_of_the_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m checkpoint_tools\.(\w+) (.+)$", text, re.MULTILINE)
+    assert len(commands) == 5
+    save_hf(CONFIGS["moe"], tmp_path / "models" / "Qwen3-30B-A3B")
+    monkeypatch.chdir(tmp_path)
+    for module, arguments in commands:
+        assert {"convert": convert, "verify": verify, "inspect": inspect}[module].main(arguments.split()) == 0
+    capsys.readouterr()
+
+
+def test_fingerprint_is_of_the_values_whatever_the_format(
+    converted: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def of(folder: Path) -> Any:
+        assert inspect.main([str(folder), "--values", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["fingerprint"]
+
+    before = of(converted[0])
+    assert of(converted[1]) == before
+    tensors = load_file(converted[0] / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1
+    save_file(tensors, converted[0] / "model.safetensors")
+    assert of(converted[0]) != before
 
 
 def test_an_error_in_between_leaves_nothing(converted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,13 +252,6 @@ def test_duplicated_expert_in_two_files_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=f"{twice} is both in a.safetensors and in b.safetensors"):
         hf_to_megatron(tmp_path, tmp_path / "m")
-
-
-def test_other_architectures_go_to_megatron_bridge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["NemotronHForCausalLM"]}')
-    assert convert.main(["hf-to-megatron", str(tmp_path), str(tmp_path / "m")]) == 2
-    error = capsys.readouterr().err
-    assert "NemotronHForCausalLM" in error and "install megatron-bridge" in error
 
 
 def test_verify_names_every_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,7 @@ def test_padded_vocabulary_is_trimmed() -> None:
 def test_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
         family_for({"architectures": ["GPT2LMHeadModel"]})
-    assert {f.name for f in FAMILIES} == {"llama", "qwen3", "qwen3_moe"}
+    assert {f.name for f in FAMILIES} == {"llama", "nemotron_h", "qwen3", "qwen3_moe"}
 
 
 def test_rope_settings_old_and_new() -> None:

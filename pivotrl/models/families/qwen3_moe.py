@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from pivotrl.errors import UserError
-from pivotrl.models import llama, qwen3
 from pivotrl.models.dims import Dims, HFConfig, dense_dims, megatron_kwargs, need
+from pivotrl.models.families import llama, qwen3
 from pivotrl.models.mapping import Rule
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
@@ -48,7 +48,7 @@ def dims(config: HFConfig) -> Dims:
         base,
         experts=int(config.get("num_experts") or need(config, "num_local_experts")),
         moe_ffn=int(need(config, "moe_intermediate_size")),
-        moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(base.layers)),
+        kinds=tuple("moe" if i not in dense and (i + 1) % step == 0 else "dense" for i in range(base.layers)),
     )
 
 
@@ -64,7 +64,7 @@ def to_megatron_kwargs(config: HFConfig) -> dict[str, Any]:
         "num_moe_experts": d.experts,
         "moe_router_topk": int(need(config, "num_experts_per_tok")),
         "moe_ffn_hidden_size": d.moe_ffn,
-        "moe_layer_freq": [int(x) for x in d.moe_layers],
+        "moe_layer_freq": [int(kind == "moe") for kind in d.kinds],
         # top-k of the logits, then softmax over those k: equal to Qwen3's softmax followed by renormalisation
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",

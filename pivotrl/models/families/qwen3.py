@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pivotrl.models import llama
 from pivotrl.models.dims import Dims, HFConfig, dense_dims, megatron_kwargs
+from pivotrl.models.families import llama
 from pivotrl.models.mapping import Rule
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)

@@ -1,0 +1,164 @@
+"""Nemotron-H and Nemotron-3 (Nano, Super): Mamba-2, attention, mixture-of-experts and dense layers in one stack.
+
+For conversion only: the policy builds no Mamba layers. Hugging Face names are those of the published files, sizes as
+transformers' NemotronHForCausalLM has them; megatron names are those of megatron-core's hybrid model (MambaModel) with
+Transformer Engine, among them the layers that predict further tokens (`mtp`), which transformers leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pivotrl.errors import UserError
+from pivotrl.models.dims import Dims, HFConfig, need, refuse
+from pivotrl.models.mapping import Rule
+
+ARCHITECTURES = ("NemotronHForCausalLM",)
+IGNORED: tuple[str, ...] = ()
+
+# one letter a layer in `hybrid_override_pattern`; words, of older and newer transformers, in `layers_block_type`
+_KINDS = {"M": "mamba", "*": "attention", "E": "moe", "-": "dense"}
+_WORDS = {"linear_attention": "mamba", "full_attention": "attention", "mlp": "dense"}
+_FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
+
+_CONV: dict[str, Any] = {
+    "layout": "sections",
+    "axis": 0,
+    "sections": (("x", "inner"), ("B", "states"), ("C", "states")),
+}
+
+
+def _layer(m: str, h: str) -> tuple[Rule, ...]:
+    """Rules of the layers whose names start with `m` in megatron and `h` in Hugging Face."""
+
+    def rule(where: str, megatron: str, hf: str, *shape: str, **more: Any) -> Rule:
+        return Rule(m + megatron, (h + hf,), (shape,), where=where, **more)
+
+    experts = "mlp.experts.local_experts.{expert}."
+    return (
+        rule("mamba", "norm.weight", "norm.weight", "hidden"),
+        rule("mamba", "mixer.A_log", "mixer.A_log", "mamba_heads", axis=0),
+        rule("mamba", "mixer.D", "mixer.D", "mamba_heads", axis=0),
+        rule("mamba", "mixer.dt_bias", "mixer.dt_bias", "mamba_heads", axis=0),
+        rule(
+            "mamba",
+            "mixer.in_proj.weight",
+            "mixer.in_proj.weight",
+            "mamba_in",
+            "hidden",
+            layout="sections",
+            axis=0,
+            sections=(("z", "inner"), ("x", "inner"), ("B", "states"), ("C", "states"), ("dt", "mamba_heads")),
+        ),
+        rule("mamba", "mixer.conv1d.weight", "mixer.conv1d.weight", "conv", "1", "kernel", **_CONV),
+        rule("mamba", "mixer.conv1d.bias", "mixer.conv1d.bias", "conv", needs="conv_bias", **_CONV),
+        rule("mamba", "mixer.norm.weight", "mixer.norm.weight", "inner", axis=0),
+        rule("mamba", "mixer.out_proj.weight", "mixer.out_proj.weight", "hidden", "inner", axis=1),
+        rule("attention", "input_layernorm.weight", "norm.weight", "hidden"),
+        Rule(
+            m + "self_attention.linear_qkv.weight",
+            tuple(h + f"mixer.{x}_proj.weight" for x in "qkv"),
+            (("q", "hidden"), ("kv", "hidden"), ("kv", "hidden")),
+            "qkv",
+            0,
+            "attention",
+        ),
+        rule("attention", "self_attention.linear_proj.weight", "mixer.o_proj.weight", "hidden", "q", axis=1),
+        rule("dense", "pre_mlp_layernorm.weight", "norm.weight", "hidden"),
+        rule("dense", "mlp." + _FC1, "mixer.up_proj.weight", "ffn", "hidden", axis=0),
+        rule("dense", "mlp." + _FC2, "mixer.down_proj.weight", "hidden", "ffn", axis=1),
+        rule("moe", "pre_mlp_layernorm.weight", "norm.weight", "hidden"),
+        rule("moe", "mlp.router.weight", "mixer.gate.weight", "experts", "hidden"),
+        rule("moe", "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", "experts"),
+        rule("moe", "mlp.fc1_latent_proj.weight", "mixer.fc1_latent_proj.weight", "latent", "hidden", needs="latent"),
+        rule("moe", "mlp.fc2_latent_proj.weight", "mixer.fc2_latent_proj.weight", "hidden", "latent", needs="latent"),
+        rule("moe", experts + _FC1, "mixer.experts.{expert}.up_proj.weight", "moe_ffn", "expert_in", axis=0),
+        rule("moe", experts + _FC2, "mixer.experts.{expert}.down_proj.weight", "expert_in", "moe_ffn", axis=1),
+        rule("moe", "mlp.shared_experts." + _FC1, "mixer.shared_experts.up_proj.weight", "shared", "hidden", axis=0),
+        rule("moe", "mlp.shared_experts." + _FC2, "mixer.shared_experts.down_proj.weight", "hidden", "shared", axis=1),
+    )
+
+
+_MTP = "mtp.layers.{outer}."
+RULES = (
+    Rule("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), (("vocab", "hidden"),), "vocab", 0),
+    *_layer("decoder.layers.{layer}.", "backbone.layers.{layer}."),
+    Rule("decoder.final_norm.weight", ("backbone.norm_f.weight",), (("hidden",),)),
+    Rule("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), "vocab", 0),
+    Rule(_MTP + "enorm.weight", ("mtp.layers.{layer}.enorm.weight",), (("hidden",),), where="first"),
+    Rule(_MTP + "hnorm.weight", ("mtp.layers.{layer}.hnorm.weight",), (("hidden",),), where="first"),
+    Rule(
+        _MTP + "eh_proj.weight",
+        ("mtp.layers.{layer}.eh_proj.weight",),
+        (("hidden", "two_hidden"),),
+        axis=0,
+        where="first",
+    ),
+    *_layer(_MTP + "mtp_model_layer.layers.{inner}.", "mtp.layers.{layer}."),
+    Rule(_MTP + "final_layernorm.weight", ("mtp.layers.{layer}.final_layernorm.weight",), (("hidden",),), where="last"),
+)
+
+
+def _kinds(config: HFConfig, pattern: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Kinds of layers from a pattern of letters or, where it is absent, a list of words."""
+    letters = config.get(pattern)
+    named = next((config[key] for key in words if config.get(key) is not None), None)
+    if letters is None and named is None:
+        raise UserError(f"config.json: neither '{pattern}' nor '{words[0]}' says which layers the model has")
+    kinds = [_KINDS.get(x, x) for x in letters] if letters is not None else [_WORDS.get(x, x) for x in named or ()]
+    if wrong := sorted({str(k) for k in kinds} - set(_KINDS.values())):
+        raise UserError(f"config.json: '{pattern if letters is not None else words[0]}' names unknown layers {wrong}")
+    return tuple(kinds)
+
+
+def dims(config: HFConfig) -> Dims:
+    kinds = _kinds(config, "hybrid_override_pattern", ("layers_block_type", "layer_types"))
+    given = config.get("num_hidden_layers")
+    if given is not None and given != len(kinds):
+        raise UserError(f"config.json: num_hidden_layers is {given}, but its pattern has {len(kinds)} layers")
+    blocks = int(config.get("num_nextn_predict_layers") or 0)
+    further = _kinds(config, "mtp_hybrid_override_pattern", ("mtp_layers_block_type",)) if blocks else ()
+    for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
+        refuse(config, key)
+    hidden, heads = int(need(config, "hidden_size")), int(need(config, "num_attention_heads"))
+    mamba_heads = int(need(config, "mamba_num_heads"))
+    inner = mamba_heads * int(need(config, "mamba_head_dim"))
+    states = int(need(config, "n_groups")) * int(need(config, "ssm_state_size"))
+    moe = "moe" in kinds + further
+    latent = int(config.get("moe_latent_size") or 0)
+    extra = {
+        "mamba_heads": mamba_heads,
+        "inner": inner,
+        "states": states,
+        "mamba_in": 2 * inner + 2 * states + mamba_heads,
+        "conv": inner + 2 * states,
+        "kernel": int(need(config, "conv_kernel")),
+        "conv_bias": int(bool(config.get("use_conv_bias", True))),
+        "latent": latent,
+        "expert_in": latent or hidden,
+        "shared": int(need(config, "moe_shared_expert_intermediate_size")) if moe else 0,
+        "two_hidden": 2 * hidden,
+    }
+    return Dims(
+        layers=len(kinds),
+        hidden=hidden,
+        vocab=int(need(config, "vocab_size")),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config.get("attention_head_dim") or hidden // heads),
+        ffn=int(need(config, "intermediate_size")),
+        moe_ffn=int(need(config, "moe_intermediate_size")) if moe else 0,
+        experts=int(need(config, "n_routed_experts")) if moe else 0,
+        kinds=kinds,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        mtp_kinds=further * blocks,
+        mtp_block=len(further) or 1,
+        extra=tuple(extra.items()),
+    )
+
+
+def to_megatron_kwargs(config: HFConfig) -> dict[str, Any]:
+    raise UserError(
+        f"config.json: {ARCHITECTURES[0]} can be converted, not trained: the policy here builds no Mamba layers; "
+        "train it with NVIDIA's NeMo-RL or Megatron-Bridge, or choose a Qwen3 or Llama model"
+    )
