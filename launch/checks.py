@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
-import json
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from launch import memory
 from launch.jobs import Job, world_size
+from launch.model_files import importable, raw_config
 from launch.render import script
 from pivotrl import stage_state
 from pivotrl.config import Config
 from pivotrl.errors import UserError
-from pivotrl.io import read_json
 from pivotrl.stages import STAGES
+from pivotrl.validation import get
 
-_LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-_SAMPLES = 4  # longest and shortest turns that are rendered with the real tokenizer
-_TURNS_READ = 200_000
 _SBATCH_SECONDS = 30
-_FREE_MARGIN_GIB = 1.0
-
-
-def raw_config(cfg: Config) -> dict[str, Any] | None:
-    """config.json of the model, or None where it cannot be read (`conflicts` tells that)."""
-    if cfg.model.path.startswith("builtin:"):
-        return None
-    try:
-        raw = json.loads((Path(cfg.model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return raw if isinstance(raw, dict) else None
 
 
 def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
@@ -48,7 +30,7 @@ def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
     if cfg.precision.fp8 is not None:
         yield f"precision.fp8={cfg.precision.fp8}: the policy has no FP8 path yet; set precision=bf16"
     raw = raw_config(cfg)
-    if raw is not None and _importable("torch"):
+    if raw is not None and importable("torch"):
         from pivotrl.models.dims import rope_theta
         from pivotrl.models.registry import family_for
 
@@ -57,27 +39,6 @@ def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
             rope_theta(raw)
         except UserError as error:
             yield f"model.path={cfg.model.path}: {error}"
-
-
-def model_files(cfg: Config) -> Iterator[str]:
-    """Weights, tokenizer and template of the model folder, and that the template can be rendered."""
-    from pivotrl.models.builtin import resolve_model
-
-    if not cfg.model.path.startswith("builtin:") and raw_config(cfg) is None:
-        return  # `conflicts` has told it
-    try:
-        folder = resolve_model(cfg.model.path)
-    except UserError as error:
-        yield str(error)
-        return
-    if not _importable("transformers"):
-        return
-    from pivotrl.rendering.chat import Renderer
-
-    try:
-        Renderer(folder, cfg.model.chat_template, cfg.domain.action_format)
-    except UserError as error:
-        yield str(error)
 
 
 def verifier(cfg: Config) -> Iterator[str]:
@@ -101,102 +62,35 @@ def fits_memory(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
         yield f"no estimate of memory: {error}"
         return
     engine, share = memory.engine_gib(model, cfg), cfg.generation.gpu_memory_utilization * limit
-    if (needed := sum(engine.values())) > share:
+    if any("generation" in STAGES[s].config for s in stages) and (needed := sum(engine.values())) > share:
         yield (
             f"generation: the engine needs {needed:.0f} GiB a GPU ({_parts(engine)}), but gets gpu_memory_utilization "
             f"{cfg.generation.gpu_memory_utilization:g} of {limit:g} GiB = {share:.0f}: raise "
             "generation.tensor_parallel or gpu_memory_utilization, or lower model.context_length"
         )
-    if not any(STAGES[s].policy for s in stages):
-        return
-    parts = memory.training_gib(model, cfg, world_size(cfg))
-    if "train" in stages:
-        parts["engine's share"] = share
-    if (needed := sum(parts.values())) > limit:
-        yield (
-            f"memory: training needs {needed:.0f} GiB a GPU ({_parts(parts)}), cluster.gpu_memory_gib is {limit:g}: "
-            "raise parallel.tensor, pipeline or expert, or cluster.nodes; set algorithm.optimizer.recompute=true; "
-            "or lower generation.gpu_memory_utilization"
-        )
+    for stage in stages:
+        if not STAGES[stage].policy or (stage != "train" and get(cfg, f"{stage}.steps") == 0):
+            continue
+        section = "algorithm" if stage == "train" else stage
+        optimizer = get(cfg, f"{section}.optimizer")
+        parts = memory.training_gib(model, cfg, world_size(cfg), optimizer)
+        if stage == "train":
+            parts["engine's share"] = share
+        if (needed := sum(parts.values())) > limit:
+            yield (
+                f"memory: {stage} needs {needed:.0f} GiB a GPU ({_parts(parts)}), cluster.gpu_memory_gib is {limit:g}: "
+                "raise parallel.tensor, pipeline or expert, or cluster.nodes; "
+                + ("" if optimizer.recompute else f"set {section}.optimizer.recompute=true; ")
+                + (
+                    "or lower generation.gpu_memory_utilization"
+                    if stage == "train"
+                    else "or lower model.context_length"
+                )
+            )
 
 
 def _parts(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
-
-
-def turns_fit(cfg: Config, run_dir: Path) -> Iterator[str]:
-    """Whether the longest and shortest turns, rendered with the real tokenizer, leave room for an action."""
-    path = run_dir / "turns" / "turns.jsonl"
-    if not path.is_file() or not _importable("transformers"):
-        return
-    with path.open("rb") as file:
-        rows = [line for _, line in zip(range(_TURNS_READ), file, strict=False) if line.strip()]
-    shortest = heapq.nsmallest(_SAMPLES, ((len(r), r) for r in rows))
-    longest = heapq.nlargest(_SAMPLES, ((len(r), r) for r in rows))
-    if not rows:
-        yield f"{path} has no turns: run `pivotrl turns` again"
-        return
-    from pivotrl.models.builtin import resolve_model
-    from pivotrl.rendering.chat import Renderer
-    from pivotrl.trajectories.schema import Turn
-
-    try:
-        turns = {row: Turn.from_json(json.loads(row)) for _, row in (*shortest, *longest)}
-    except (ValueError, KeyError, TypeError) as error:
-        yield f"{path}: a row is no turn ({type(error).__name__}: {error}); run `pivotrl turns` again"
-        return
-    try:
-        renderer = Renderer(resolve_model(cfg.model.path), cfg.model.chat_template, cfg.domain.action_format)
-
-        room = cfg.model.context_length - cfg.sampling.max_new_tokens
-        tokens = {row: len(renderer.prompt_ids(turn.messages, turn.tools)) for row, turn in turns.items()}
-    except UserError as error:
-        yield f"{path}: {error}"
-        return
-    least, most = min(tokens.values()), max(tokens.values())
-    if least > room:
-        yield (
-            f"model.context_length={cfg.model.context_length}: even the shortest turns of {path} have {least} tokens, "
-            f"and sampling.max_new_tokens={cfg.sampling.max_new_tokens} leaves {room}: raise model.context_length"
-        )
-    elif most > room:
-        print(
-            f"note: the longest turns have {most} tokens, {room} fit (model.context_length - max_new_tokens); "
-            "those beyond are skipped and counted"
-        )
-
-
-def profile_belongs(cfg: Config, run_dir: Path, stages: Sequence[str]) -> Iterator[str]:
-    """Training without profiling first: pivots and profile must be there, and of this sampling and verifier."""
-    if "train" not in stages or "profile" in stages:
-        return
-    summary, pivots = run_dir / "profile" / "summary.json", run_dir / "select" / "pivots.jsonl"
-    if not summary.is_file():
-        yield f"{summary} does not exist: run the job `profile` first (or stage profile)"
-        return
-    if not pivots.is_file() or pivots.stat().st_size == 0:
-        yield f"{pivots} has no pivots: run `pivotrl select`, with a higher select.lambda_diff or another select.set"
-    try:
-        record = read_json(summary)["fingerprint"]
-        known = record["sampling"], record["verifier"]["name"], record["verifier"]["config"]
-    except (ValueError, KeyError, TypeError):
-        yield f"{summary} holds no fingerprint: profile again"
-        return
-    if cfg.algorithm.allow_foreign_profile:
-        return
-    s = cfg.sampling
-    now = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k, "max_new_tokens": s.max_new_tokens}
-    for key, value in now.items():
-        if known[0].get(key) != value:
-            yield (
-                f"sampling.{key}={value}, but the profile was made with {known[0].get(key)}: profile again, or set "
-                "algorithm.allow_foreign_profile=true"
-            )
-    if known[1] != cfg.domain.verifier.name:
-        yield (
-            f"domain.verifier.name={cfg.domain.verifier.name}, but the profile was scored by {known[1]}: profile "
-            "again, or set algorithm.allow_foreign_profile=true"
-        )
 
 
 def results_continue(cfg: Config, run_dir: Path, stages: Sequence[str]) -> Iterator[str]:
@@ -224,38 +118,6 @@ def policies_exist(cfg: Config, run_dir: Path, stages: Sequence[str]) -> Iterato
                 f"evaluate.policies has {policy}, but {checkpoint} does not exist: run the job `{stage}`, "
                 f"or set evaluate.policies=[{rest}]"
             )
-
-
-def storage(cfg: Config, run_dir: Path, stages: Sequence[str]) -> Iterator[str]:
-    """Write access, room for the checkpoints, and a place that every node sees."""
-    parent = next(p for p in (run_dir, *run_dir.parents) if p.exists())
-    if not parent.is_dir():
-        yield f"run_dir={run_dir}: {parent} is a file; choose another run_dir"
-        return
-    try:
-        with tempfile.NamedTemporaryFile(dir=parent, prefix=".pivotrl-preflight-"):
-            pass
-    except OSError as error:
-        yield f"run_dir={run_dir}: cannot write in {parent} ({error.strerror}); choose another run_dir or mend it"
-        return
-    raw = raw_config(cfg)
-    if raw is not None:
-        try:
-            each = memory.checkpoint_gib(memory.read_model(raw.get("text_config", raw)), cfg)
-        except UserError:
-            each = 0.0
-        count = sum(STAGES[s].policy and not (run_dir / s / "checkpoint").exists() for s in stages)
-        free = shutil.disk_usage(parent).free / memory.GIB
-        # a checkpoint is written whole beside the one that it replaces
-        if count and (needed := (count + 1) * each + _FREE_MARGIN_GIB) > free:
-            yield (
-                f"run_dir={run_dir}: {free:.1f} GiB free, {needed:.1f} needed ({count} checkpoints of {each:.1f} GiB, "
-                "one more while it is written): free space, or choose another run_dir"
-            )
-    if cfg.cluster.nodes > 1 and str(run_dir).startswith("/dev/shm"):
-        yield f"run_dir={run_dir} is in one node's memory; {cfg.cluster.nodes} nodes need a shared file system"
-    elif cfg.cluster.nodes > 1 and any(str(run_dir).startswith(f + "/") for f in _LOCAL_FOLDERS):
-        print(f"note: run_dir={run_dir} is local to a node on most clusters; the node check of the job tells")
 
 
 def environment(cfg: Config) -> Iterator[str]:
@@ -300,9 +162,3 @@ def scheduler(cfg: Config, jobs: Sequence[Job], overrides: Sequence[str]) -> Ite
                 "Set cluster.partition, account, nodes and time_limit to what `sinfo` shows"
             )
             return
-
-
-def _importable(module: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None

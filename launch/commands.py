@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import preflight, render
+from launch import follow, preflight, render
 from launch.jobs import PIPELINE, Job, jobs_for, stages_of, world_size
 from pivotrl.config import Config
 from pivotrl.configuration import load_config
@@ -21,6 +21,7 @@ pipeline: all four, each started when those before it have ended well.
 `pivotrl preflight` runs first, and nothing is submitted while it has something to say.
 
 Options: --dry-run         print the scripts instead of submitting them
+         --follow          print the states and logs of the jobs until they have ended; Ctrl-C leaves the jobs alone
          --after ID[:ID]   start when these SLURM jobs have ended well
          --skip-preflight  submit in spite of it
 
@@ -33,7 +34,7 @@ JOB is that of `pivotrl launch`; without one: pipeline.
 
 Example:       pivotrl preflight train experiment=tau2 cluster=h100 model.path=/models/Qwen3-30B-A3B""",
 }
-_FLAGS = ("dry-run", "skip-preflight")
+_FLAGS = ("dry-run", "follow", "skip-preflight")
 _VALUES = ("after", "config-dir")
 
 
@@ -114,8 +115,23 @@ def _launch(cfg: Config, jobs: list[Job], overrides: list[str], options: dict[st
         ids[job.name] = submit(path, before)
         waits = f" after {', '.join(before)}" if before else ""
         print(f"{job.name}: job {ids[job.name]}{waits}, {path}", flush=True)
-    print(f"Follow with: tail -F {folder}/pivotrl-*.log")
-    return 0
+    if "follow" not in options:
+        print(f"Follow with: tail -F {folder}/pivotrl-*.log")
+        return 0
+    return _follow(ids, folder)
+
+
+def _follow(ids: dict[str, str], folder: Path) -> int:
+    logs = {name: folder / f"pivotrl-{name}-{job_id}.log" for name, job_id in ids.items()}
+    try:
+        ends = follow.follow(ids, logs)
+    except KeyboardInterrupt:
+        print(
+            f"\nThe jobs go on: squeue -j {','.join(ids.values())}; scancel ends them; tail -F {folder}/pivotrl-*.log"
+        )
+        return 0
+    print("\n".join(["", *(state.told(name) for name, state in ends.items())]), flush=True)
+    return follow.outcome(ends)
 
 
 def submit(path: Path, after: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pivotrl.config import Config
+from pivotrl.config import Config, Optimizer
 from pivotrl.models.dims import Dims, dense_dims
 
 GIB = 2**30
@@ -61,9 +61,12 @@ def read_model(config: Mapping[str, Any]) -> Model:
     return Model(dims, int(config.get("num_experts_per_tok") or 0) if experts else 0, weights)
 
 
-def training_gib(model: Model, cfg: Config, world: int) -> dict[str, float]:
-    """GiB on the fullest GPU of each part of the trainer, for `world` processes (see docs/cluster.md)."""
-    p, o, w = cfg.parallel, cfg.algorithm.optimizer, _BYTES[cfg.precision.policy]
+def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | None = None) -> dict[str, float]:
+    """GiB on the fullest GPU of each part of the trainer, for `world` processes (see docs/cluster.md).
+
+    `optimizer`: that of the stage; None: of `train`.
+    """
+    p, o, w = cfg.parallel, optimizer or cfg.algorithm.optimizer, _BYTES[cfg.precision.policy]
     n, stages = model.weights, p.pipeline
     embeddings = n.embedding * (1 if n.tied or stages > 1 else 2)
     dense = (n.dense / stages + embeddings) / p.tensor
@@ -75,28 +78,29 @@ def training_gib(model: Model, cfg: Config, world: int) -> dict[str, float]:
         "weights": w * (dense + experts) / GIB,
         "gradients": 4 * (dense + experts) / GIB,
         "optimiser": adam * (dense / data + experts / expert_data) / GIB,
-        "activations": activation_bytes(model, cfg, max(o.tokens_per_microbatch, cfg.model.context_length)) / GIB,
+        "activations": activation_bytes(model, cfg, o) / GIB,
         "scores": SCORES_GIB,
         "overhead": OVERHEAD_GIB,
     }
 
 
-def activation_bytes(model: Model, cfg: Config, tokens: int) -> float:
-    """Bytes of activations kept for the backward of micro-batches of `tokens` tokens (the longest sequence at least).
+def activation_bytes(model: Model, cfg: Config, optimizer: Optimizer) -> float:
+    """Bytes of activations kept for the backward of one micro-batch (the longest sequence at least).
 
     1F1B keeps `pipeline` micro-batches of `layers / pipeline` layers on the first stage: the whole depth in all.
     """
     d, p, w = model.dims, cfg.parallel, _BYTES[cfg.precision.policy]
-    tokens_here = tokens / p.context
-    residual = 4 * d.hidden / (p.tensor if p.sequence else 1)  # inputs of both norms and their results
+    tokens = max(optimizer.tokens_per_microbatch, cfg.model.context_length) / p.context
+    split = p.tensor if p.sequence else 1  # of the sequence, outside attention and dense MLPs
+    residual = 4 * d.hidden / split  # inputs of both norms and their results
     attention = (2 * d.heads + 2 * d.kv_heads) * d.head_dim / p.tensor
-    width = model.experts_per_token * d.moe_ffn if model.experts_per_token else d.ffn
-    dispatched = 2 * model.experts_per_token * d.hidden
-    mlp = (4 * width + dispatched) / (p.expert_tensor if model.experts_per_token else p.tensor)
-    layer = w * tokens_here * (residual + attention + mlp)
-    if not cfg.algorithm.optimizer.recompute:
+    mlp = 4 * d.ffn / p.tensor
+    if k := model.experts_per_token:  # k copies of each token of this rank; an expert's tensor group gathers its own
+        mlp = k * (4 * d.moe_ffn + 2 * d.hidden * p.expert_tensor) / split
+    layer = w * tokens * (residual + attention + mlp)
+    if not optimizer.recompute:
         return layer * d.layers
-    return w * tokens_here * d.hidden / (p.tensor if p.sequence else 1) * d.layers + layer
+    return w * tokens * d.hidden / split * d.layers + layer
 
 
 def engine_gib(model: Model, cfg: Config) -> dict[str, float]:

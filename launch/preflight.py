@@ -7,6 +7,9 @@ from pathlib import Path
 
 from launch import checks, render
 from launch.jobs import Job, stages_of, world_size
+from launch.model_files import ModelFiles
+from launch.profiles import profile_belongs
+from launch.storage import storage
 from pivotrl.config import Config
 from pivotrl.validation import conflicts
 
@@ -19,14 +22,15 @@ def problems(cfg: Config, jobs: Sequence[Job], overrides: Sequence[str] = ()) ->
     for stage in stages:
         found += conflicts(cfg, stage, world, cuda=cfg.cluster.gpus_per_node > 0)
     found += checks.unsupported(cfg, stages)
-    found += checks.model_files(cfg)
+    model = ModelFiles(cfg, run_dir)
+    found += model.problems()
     found += checks.verifier(cfg)
     found += checks.fits_memory(cfg, stages)
-    found += checks.turns_fit(cfg, run_dir)
-    found += checks.profile_belongs(cfg, run_dir, stages)
+    found += model.turns_fit()
+    found += profile_belongs(cfg, run_dir, stages, model)
     found += checks.results_continue(cfg, run_dir, stages)
     found += checks.policies_exist(cfg, run_dir, stages)
-    found += checks.storage(cfg, run_dir, stages)
+    found += storage(cfg, run_dir, stages)
     found += checks.environment(cfg)
     if not broken_cluster:
         found += checks.scheduler(cfg, jobs, overrides)

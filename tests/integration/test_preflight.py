@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import checks, preflight
+from launch import checks, preflight, storage
 from launch.jobs import Job, jobs_for
 from pivotrl import cli, stage_state
 from pivotrl.configuration import load_config
+from pivotrl.rendering.chat import Renderer
+from pivotrl.verifiers.registry import get_verifier
 
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -40,15 +46,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# What docs/cluster.md starts: 64 GPUs of 80 GiB.
-SOUND = (
-    "experiment=tau2",
-    "cluster=h100",
-    "cluster.nodes=8",
-    "parallel.context=1",
-    "algorithm.optimizer.recompute=true",
-    "tracking=disabled",
-)
+# What docs/cluster.md starts, on 64 GPUs of 80 GiB.
+SOUND = ("experiment=tau2", "cluster=h100", "cluster.nodes=8", "tracking=disabled")
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +101,16 @@ class Place:
         (self.run / "turns" / "turns.jsonl").write_text(json.dumps(row) + "\n")
         (self.run / "turns" / "summary.json").write_text("{}")
 
-    def profile(self, **sampling: Any) -> None:
+    def profile(self, template: str | None = None, **sampling: Any) -> None:
+        cfg = load_config(self.overrides())
+        verifier = get_verifier(cfg.domain.verifier)
         now = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 4096, **sampling}
-        record = {"sampling": now, "verifier": {"name": "tool_calls", "config": {}}}
+        scored = {"name": verifier.name, "version": verifier.version, "config": verifier.config()}
+        template = template or Renderer(self.model, None, cfg.domain.action_format).fingerprint()
+        record = {"sampling": now, "verifier": scored, "template": template}
         for stage in ("profile", "select"):
-            (self.run / stage).mkdir(parents=True)
+            (self.run / stage).mkdir(parents=True, exist_ok=True)
+        stage_state.begin(cfg, self.run / "profile", stage_state.record_of(cfg, "profile", self.run))
         (self.run / "profile" / "summary.json").write_text(json.dumps({"fingerprint": record}))
         (self.run / "select" / "pivots.jsonl").write_text("{}\n")
 
@@ -137,13 +141,13 @@ def test_a_sound_one_passes_in_seconds(place: Place) -> None:
 
 BY_OVERRIDE = [
     # what is changed, job, what the message says
-    ("parallel.pipeline=5", "train", "pipeline 5 x context 1 = 5 does not divide the world size 64"),
-    ("parallel.expert=24", "train", "expert 24 x pipeline 4 = 96 does not divide the world size 64"),
-    ("parallel.tensor=2", "train", "parallel.tensor=2 with a mixture of experts needs parallel.sequence=true"),
-    ("parallel.tensor=16", "train", "needs parallel.sequence=true"),
-    ("parallel.context=2", "train", "no context parallelism; set it to 1"),
+    ("parallel.pipeline=5", "train", "pipeline 5 x context 1 = 20 does not divide the world size 64"),
+    ("parallel.expert=24", "train", "expert 24 x pipeline 2 = 48 does not divide the world size 64"),
+    ("parallel.sequence=false", "train", "parallel.tensor=4 with a mixture of experts needs parallel.sequence=true"),
+    ("parallel.tensor=64", "train", "parallel.tensor=64 does not divide the model's 32 attention heads"),
+    ("parallel.pipeline=32", "train", "parallel.pipeline=32 does not divide the model's 48 layers"),
     ("cluster.nodes=3", "train", "does not divide the world size 24"),
-    ("algorithm.pivots_per_step=60", "train", "is not a multiple of the data-parallel size 16"),
+    ("algorithm.pivots_per_step=60", "train", "is not a multiple of the data-parallel size 8"),
     ("algorithm.group_size=1", "train", "a group advantage needs at least 2 actions"),
     ("sampling.temperature=0", "profile", "every variance and every advantage would be 0"),
     ("sampling.max_new_tokens=40000", "profile", "leaves no room for a state"),
@@ -151,8 +155,9 @@ BY_OVERRIDE = [
     ("precision=fp8", "train", "the policy has no FP8 path yet"),
     ("generation.tensor_parallel=6", "profile", "generation.tensor_parallel=6 does not divide"),
     ("generation.gpu_memory_utilization=0.05", "profile", "the engine needs"),
-    ("generation.gpu_memory_utilization=0.9", "train", "memory: training needs"),
+    ("generation.gpu_memory_utilization=0.9", "train", "memory: train needs"),
     ("algorithm.optimizer.recompute=false", "train", "set algorithm.optimizer.recompute=true"),
+    ("sft.optimizer={recompute: false, tokens_per_microbatch: 200000}", "sft", "set sft.optimizer.recompute=true"),
     ("cluster.gpu_memory_gib=24", "train", "cluster.gpu_memory_gib is 24"),
     ("model.path=/nowhere", "train", "no such folder (a Hugging Face folder"),
     ("trajectories.path=/nowhere.jsonl", "profile", "no such file or folder, and no match as a glob"),
@@ -182,6 +187,10 @@ BY_STATE = {
     "no weights": (lambda p: (p.model / "model.safetensors").unlink(), "lacks weights"),
     "no tokenizer": (lambda p: (p.model / "tokenizer.json").unlink(), "a tokenizer"),
     "torn config": (lambda p: (p.model / "config.json").write_text("{"), "has no readable config.json"),
+    "another vocabulary": (
+        lambda p: p.config(vocab_size=100),
+        "the tokenizer has 258 tokens, the model's vocabulary 100",
+    ),
     "long turns": (lambda p: p.turns(40_000), "even the shortest turns"),
     "turns of another program": (
         lambda p: (p.turns(3), (p.run / "turns" / "turns.jsonl").write_text('{"a": 1}\n')),
@@ -205,7 +214,14 @@ def test_a_full_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("50.0 GiB free" in t and "checkpoints of 56.9 GiB" in t for t in told(place, "train"))
 
 
-def test_a_foreign_profile(place: Place) -> None:
+def test_a_quota(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "quota", lambda folder: storage.Room(20.0, 500))
+    found = "\n".join(told(place, "train"))
+    assert "20.0 GiB left of your quota" in found
+    assert "500 files left of your quota" in found
+
+
+def test_a_foreign_profile(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = place.overrides()
 
     def of_train_alone(*changes: str) -> str:
@@ -217,8 +233,16 @@ def test_a_foreign_profile(place: Place) -> None:
     assert "sampling.temperature=1.0, but the profile was made with 0.7" in of_train_alone()
     assert of_train_alone("algorithm.allow_foreign_profile=true") == ""
     assert of_train_alone("sampling.temperature=0.7") == ""
+    assert "scored by tool_calls" in of_train_alone("domain.verifier.name=strict")
+    assert "config of the verifier tool_calls" in of_train_alone("domain.verifier.options={unordered: [f.x]}")
+    assert "note: since the profile" not in capsys.readouterr().out
+    (place.model / "model.safetensors").write_bytes(b"other")
+    assert of_train_alone("sampling.temperature=0.7") == ""
+    assert "note: since the profile, the files of model.path changed" in capsys.readouterr().out
+    place.profile(template="of another")
+    assert "the chat template, tokenizer or domain.action_format is not that of the profile" in of_train_alone()
     (place.run / "select" / "pivots.jsonl").write_text("")
-    assert "has no pivots" in of_train_alone("sampling.temperature=0.7")
+    assert "has no pivots" in of_train_alone()
 
 
 def test_an_interrupted_stage_of_another_configuration(place: Place) -> None:
@@ -236,3 +260,59 @@ def test_all_problems_come_in_one_list(place: Place, capsys: pytest.CaptureFixtu
     assert "2 problems before anything is queued" in said
     assert "time_limit" in said
     assert "group_size" in said
+
+
+QWEN3_235B = {
+    **QWEN3_30B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cluster.md"
+
+
+def layouts() -> list[tuple[str, str, list[str]]]:
+    """(experiment, cluster, overrides) of every row of the table of layouts in docs/cluster.md."""
+    rows = re.findall(
+        r"^\| Qwen3-\S+ \| ([\w, ]+) \| \d+ \| (.*) \|$", DOCUMENT.read_text().replace(", 32k tokens", ""), re.M
+    )
+    return [
+        (experiment, cluster, re.findall(r"[\w.]+=[\w.]+", more))
+        for clusters, more in rows
+        for cluster in clusters.split(", ")
+        for experiment in ("tau2", "swe", "terminal", "search")
+    ]
+
+
+@pytest.mark.parametrize(("experiment", "cluster", "more"), layouts(), ids=lambda v: v if isinstance(v, str) else "")
+def test_documented_layouts_pass(place: Place, experiment: str, cluster: str, more: list[str]) -> None:
+    large = "model=qwen3_235b_a22b" in more
+    if large:
+        place.config(**QWEN3_235B)
+    changes = [f"experiment={experiment}", f"cluster={cluster}", *more]
+    overrides = [o for o in place.overrides() if not o.startswith(("experiment=", "cluster"))]
+    cfg = load_config([*overrides, *changes])
+    assert cfg.cluster.nodes == (4 if not large else 32 if cluster == "h100" else 8)
+    assert preflight.problems(cfg, jobs_for("pipeline"), [*overrides, *changes]) == []
+
+
+def test_the_table_has_layouts() -> None:
+    assert len(layouts()) == 4 * (3 + 2 + 1)
+
+
+def test_a_model_that_cannot_be_trained(place: Place) -> None:
+    place.config(architectures=["NemotronHForCausalLM"], model_type="nemotron_h")
+    found = told(place, "train", "model=nemotron_3_super_120b_a12b")
+    assert any("can be converted, not trained" in text for text in found), found
+
+
+def test_the_command_ends_in_seconds(place: Place) -> None:
+    """The whole process, imports included, as on a login node: 64 GPUs, Qwen3-30B-A3B."""
+    program = (sys.executable, "-m", "pivotrl.cli", "preflight", *place.overrides())
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(program, capture_output=True, text=True, cwd=DOCUMENT.parents[1], check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "on 64 processes" in done.stdout or "sbatch" in done.stderr, done.stdout + done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10  # the machine may be busy
