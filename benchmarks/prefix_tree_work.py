@@ -74,7 +74,7 @@ def advantages(group: int) -> list[float]:
 
 
 def micro_batch(setting: Setting, shape: Shape) -> int:
-    """Sequences of a micro-batch of TRL, which pads all to the longest, so the budget holds so many; divides their number."""
+    """Sequences of a micro-batch of TRL: it pads all to the longest, and their number must be a multiple."""
     most = max(1, setting.tokens_per_microbatch // (shape.trunk + shape.action))
     return max(n for n in range(1, most + 1) if shape.pivots * shape.group % n == 0)
 

@@ -85,7 +85,7 @@ class _GatherPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], group: Any) -> Tensor:
         ctx.first, ctx.count = sum(counts[: group.rank()]), counts[group.rank()]
-        padded = x.new_zeros(2, max(counts))
+        padded = x.new_zeros(2, max(1, *counts))
         padded[:, : ctx.count] = x
         everyone = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(everyone, padded, group=group)

@@ -57,7 +57,9 @@ def test_tree_and_flat_make_the_same_step(tiny_folders: Folders) -> None:
 
 
 def test_tiny_form(tiny_folders: Folders) -> None:
-    words = "--dtype fp32 --trunk 48 --pivots 3 --group 4 --action 5 --sides tree,flat --json".split()
+    sizes = {"trunk": TINY.trunk, "pivots": TINY.pivots, "group": TINY.group, "action": TINY.action}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    words += ["--dtype", "fp32", "--sides", "tree,flat", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.prefix_tree", "--model", str(tiny_folders["llama"][0]), *words],
         cwd=ROOT,
