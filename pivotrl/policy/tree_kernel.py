@@ -7,6 +7,7 @@ neighbours of one row, [g, S, h / g, d]: against a rectangle they are then just 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,7 @@ class CpuTreeAttention(torch.autograd.Function):
         k, v = _extend(kg), _extend(vg)  # [g, S, d + extra]
         dq = torch.zeros(qg.shape, dtype=torch.float32)
         dk, dv = (torch.zeros(kg.shape, dtype=torch.float32) for _ in range(2))
+        block = _Block(d, g.dtype)
         for runs in ctx.plan.back_diagonals:
             own = [runs.take(t, runs.queries).reshape(heads * runs.count, -1, t.shape[-1]) for t in (x, g)]
             if runs.kept is not None:  # repeated rows have no gradient
@@ -153,18 +155,21 @@ class CpuTreeAttention(torch.autograd.Function):
                 valid[runs.kept] = 1
                 own[1] = own[1].clone().view(heads, len(valid), -1).mul_(valid[:, None]).view_as(own[1])
             keys = [runs.take(t, runs.keys).reshape(heads * runs.count, -1, t.shape[-1]) for t in (k, v)]
-            parts = _block(*own, *keys, d, share)
+            later = torch.full((runs.length, runs.length), NEVER, dtype=g.dtype).triu_(1).repeat_interleave(share, 0)
+            step = max(1, BLOCK_ELEMENTS // later.numel())
+            cut = [t.split(step) for t in (*own, *keys)]
+            parts = [torch.cat(t) for t in zip(*(block(*ts, later) for ts in zip(*cut, strict=True)), strict=True)]
             for total, index, part in zip((dq, dk, dv), (runs.queries, runs.keys, runs.keys), parts, strict=True):
                 runs.put(total, index, part.view(heads, runs.count, runs.length, *total.shape[2:]), add=True)
-        for block in ctx.plan.back_rectangles:
-            own = [_take(t, block) for t in (k, v)]
-            step = max(1, BLOCK_ELEMENTS // (heads * share * own[0].shape[1]))
-            for a in range(block.start, block.stop, step):
-                b = min(a + step, block.stop)
-                gq, gk, gv = _block(x[:, a:b].flatten(1, 2), g[:, a:b].flatten(1, 2), *own, d)
+        for rectangle in ctx.plan.back_rectangles:
+            keys = [_take(t, rectangle) for t in (k, v)]
+            step = max(1, BLOCK_ELEMENTS // (heads * share * keys[0].shape[1]))
+            for a in range(rectangle.start, rectangle.stop, step):
+                b = min(a + step, rectangle.stop)
+                gq, gk, gv = block(x[:, a:b].flatten(1, 2), g[:, a:b].flatten(1, 2), *keys)
                 dq[:, a:b] += gq.view(heads, b - a, share, d)
-                _add(dk, block, gk)
-                _add(dv, block, gv)
+                _add(dk, rectangle, gk)
+                _add(dv, rectangle, gv)
         dq = rotate(dq.mul_(ctx.scale), (tables[0].float(), tables[1].float()), back=True)
         dk = rotate(dk[:, :, None], (tables[2].float(), tables[3].float()), back=True)[:, :, 0]
         dq = torch.empty_like(grads[0]).copy_(dq.transpose(0, 1).flatten(1, 2))
@@ -199,17 +204,28 @@ def _extend(x: Tensor, column: Tensor | None = None, scale: float = 1.0) -> Tens
     return out
 
 
-def _block(
-    q: Tensor, grad: Tensor, k: Tensor, v: Tensor, d: int, causal: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq / scale, dk, dv) of a batch of blocks: q, grad [b, m, d + extra] on k, v [b, n, d + extra].
+class _Block:
+    """Gradients of blocks, with two buffers for scores that are used again: fresh pages cost as much as a product."""
 
-    `causal`: the rows are tokens of so many heads each, in the order of the keys.
-    """
-    p = torch.bmm(q, k.mT)  # [b, m, n]
-    if causal is not None:
-        later = torch.full((k.shape[1], k.shape[1]), NEVER, dtype=p.dtype).triu_(1)
-        p += later.repeat_interleave(causal, 0)
-    p.exp_()
-    ds = torch.bmm(grad, v.mT).mul_(p)
-    return torch.bmm(ds, k[..., :d]), torch.bmm(ds.mT, q[..., :d]), torch.bmm(p.mT, grad[..., :d])
+    def __init__(self, d: int, dtype: torch.dtype) -> None:
+        self.d = d
+        self.buffers = [torch.empty(0, dtype=dtype) for _ in range(2)]
+
+    def __call__(
+        self, q: Tensor, grad: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq / scale, dk, dv) of a batch of blocks: q, grad [b, m, d + extra] on k, v [b, n, d + extra].
+
+        `bias` [m, n] is added to the scores.
+        """
+        d, shape = self.d, (q.shape[0], q.shape[1], k.shape[1])
+        size = math.prod(shape)
+        if self.buffers[0].numel() < size:
+            self.buffers = [b.new_empty(size) for b in self.buffers]
+        p, ds = (b[:size].view(shape) for b in self.buffers)
+        torch.bmm(q, k.mT, out=p)
+        if bias is not None:
+            p += bias
+        p.exp_()
+        torch.bmm(grad, v.mT, out=ds).mul_(p)
+        return torch.bmm(ds, k[..., :d]), torch.bmm(ds.mT, q[..., :d]), torch.bmm(p.mT, grad[..., :d])
