@@ -33,6 +33,7 @@ class Side:
     """A process that makes steps on request."""
 
     def __init__(self, words: list[str]) -> None:
+        self.words = words
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
         self.process = subprocess.Popen(
             words,
@@ -53,7 +54,7 @@ class Side:
                 return answer
         self.process.wait()
         self.errors.seek(0)
-        raise RuntimeError(f"{self.process.args} ended:\n{self.errors.read()[-4000:]}")
+        raise RuntimeError(f"{self.words} ended:\n{self.errors.read()[-4000:]}")
 
     def step(self, shape: Shape) -> dict[str, Any]:
         assert self.process.stdin is not None

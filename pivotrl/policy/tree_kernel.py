@@ -37,7 +37,8 @@ class Runs:
     @classmethod
     def of(cls, diagonals: Diagonals) -> Runs:
         kept = None if diagonals.valid.all() else torch.from_numpy(diagonals.valid.ravel().nonzero()[0])
-        return cls(*diagonals.queries.shape, _index(diagonals.queries), _index(diagonals.keys), kept)
+        count, length = diagonals.queries.shape
+        return cls(count, length, _index(diagonals.queries), _index(diagonals.keys), kept)
 
     def take(self, x: Tensor, index: slice | Tensor) -> Tensor:
         """x [g, S, ...] -> [g, count, length, ...], a view where that can be."""
@@ -158,7 +159,8 @@ class CpuTreeAttention(torch.autograd.Function):
             later = torch.full((runs.length, runs.length), NEVER, dtype=g.dtype).triu_(1).repeat_interleave(share, 0)
             step = max(1, BLOCK_ELEMENTS // later.numel())
             cut = [t.split(step) for t in (*own, *keys)]
-            parts = [torch.cat(t) for t in zip(*(block(*ts, later) for ts in zip(*cut, strict=True)), strict=True)]
+            found = [block(qs, gs, ks, vs, later) for qs, gs, ks, vs in zip(*cut, strict=True)]
+            parts = [torch.cat(t) for t in zip(*found, strict=True)]
             for total, index, part in zip((dq, dk, dv), (runs.queries, runs.keys, runs.keys), parts, strict=True):
                 runs.put(total, index, part.view(heads, runs.count, runs.length, *total.shape[2:]), add=True)
         for rectangle in ctx.plan.back_rectangles:
