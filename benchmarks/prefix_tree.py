@@ -159,9 +159,10 @@ def options_of() -> argparse.Namespace:
 
 def main() -> None:
     options = options_of()
-    from pivotrl.models.builtin import resolve_model
+    from pivotrl.models.builtin import PREFIX, resolve_model
 
-    folder = resolve_model(options.model)
+    # a folder needs no tokenizer here (but for TRL)
+    folder = resolve_model(options.model) if options.model.startswith(PREFIX) else Path(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     setting = Setting(
         str(folder), vocabulary, options.tokens_per_microbatch, options.dtype, recompute=not options.no_recompute
