@@ -43,8 +43,6 @@ def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
     """What the schema allows and the policy refuses once it runs (`pivotrl.policy`)."""
     if not any(STAGES[s].policy for s in stages):
         return
-    if cfg.parallel.context > 1:
-        yield f"parallel.context={cfg.parallel.context}: the tree attention has no context parallelism; set it to 1"
     if cfg.precision.fp8 is not None:
         yield f"precision.fp8={cfg.precision.fp8}: the policy has no FP8 path yet; set precision=bf16"
     raw = raw_config(cfg)

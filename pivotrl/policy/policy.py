@@ -253,7 +253,10 @@ class MegatronPolicy:
         """This data-parallel rank's micro-batches; as many on every rank."""
         budget = self.settings.tokens_per_microbatch if self.settings else EVALUATION_TOKENS
         plans = schedule(sequences, budget, groups.get_data_parallel_world_size())
-        multiple = self.model.config.tensor_model_parallel_size if self.model.config.sequence_parallel else 1
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.context_parallel_size > 1:  # rows are dealt in pieces of 16 at least
+            multiple = config.context_parallel_size * math.lcm(multiple, 16)
         return [build_tree(sequences, batch, multiple) for batch in plans[groups.get_data_parallel_rank()]]
 
     def _forward_backward(
@@ -287,8 +290,9 @@ class MegatronPolicy:
         return result
 
     def _counts_here(self) -> bool:
-        """True on one rank of each data-parallel replica: the last stage's first tensor-parallel rank."""
-        return groups.is_pipeline_last_stage() and groups.get_tensor_model_parallel_rank() == 0
+        """True on one rank of each data-parallel replica: the last stage's first tensor- and context-parallel rank."""
+        first = groups.get_tensor_model_parallel_rank() == groups.get_context_parallel_rank() == 0
+        return groups.is_pipeline_last_stage() and first
 
     def _sum_metrics(self, metrics: list[dict[str, Tensor]], trees: list[PrefixTree]) -> dict[str, float]:
         """Sum (of names that end in "_max": maximum) over micro-batches and data-parallel ranks, on every rank."""

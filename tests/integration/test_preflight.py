@@ -135,13 +135,22 @@ def test_a_sound_one_passes_in_seconds(place: Place) -> None:
     assert time.process_time() - started < 10
 
 
+@pytest.mark.parametrize("experiment", ["tau2", "swe", "terminal", "search"])
+def test_experiments_pass_with_their_own_layouts(place: Place, experiment: str) -> None:
+    """Context parallelism and all; on 64 GPUs of 80 GiB."""
+    own = [x for x in place.overrides() if not x.startswith(("experiment=", "parallel."))]
+    assert load_config([f"experiment={experiment}", *own]).parallel.context > 1
+    overrides = [f"experiment={experiment}", *own]
+    assert preflight.problems(load_config(overrides), jobs_for("train"), overrides) == []
+
+
 BY_OVERRIDE = [
     # what is changed, job, what the message says
     ("parallel.pipeline=5", "train", "pipeline 5 x context 1 = 5 does not divide the world size 64"),
     ("parallel.expert=24", "train", "expert 24 x pipeline 4 = 96 does not divide the world size 64"),
     ("parallel.tensor=2", "train", "parallel.tensor=2 with a mixture of experts needs parallel.sequence=true"),
     ("parallel.tensor=16", "train", "needs parallel.sequence=true"),
-    ("parallel.context=2", "train", "no context parallelism; set it to 1"),
+    ("parallel.context=5", "train", "pipeline 4 x context 5 = 20 does not divide the world size 64"),
     ("cluster.nodes=3", "train", "does not divide the world size 24"),
     ("algorithm.pivots_per_step=60", "train", "is not a multiple of the data-parallel size 16"),
     ("algorithm.group_size=1", "train", "a group advantage needs at least 2 actions"),
