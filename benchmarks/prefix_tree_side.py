@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.prefix_tree_work import Setting, Shape, advantages, answer, draw, memory_megabytes, requests, timed
-from pivotrl.config import Optimizer, Parallel, Precision
+from pivotrl.config import Algorithm, Optimizer, Parallel, Precision
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import Chain, PrefixTree, TokenSequence, build_tree
 from pivotrl.training.objective import FlatStreams, GrpoObjective, SftObjective
@@ -69,17 +69,11 @@ def grpo(shape: Shape, vocabulary: int) -> tuple[list[TokenSequence], GrpoObject
     weights = torch.full((count,), 1.0 / (count * shape.action))
     generator: Tensor = torch.full((count * shape.action,), -10.0)  # enters a metric only
     return sequences, GrpoObjective(
+        algorithm=Algorithm(kl_beta=0.0, importance_correction="none"),
         streams=FlatStreams([shape.action] * count),
         advantages=torch.tensor(advantages(shape.group) * shape.pivots),
         weights=weights,
         generator=generator,
-        old=None,
-        reference=None,
-        clip_low=0.2,
-        clip_high=0.2,
-        kl_beta=0.0,
-        kl_estimator="k3",
-        importance_cap=None,
     )
 
 
