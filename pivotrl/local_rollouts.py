@@ -12,6 +12,7 @@ from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.schema import Turn
 from pivotrl.verifiers.base import Verifier
+from pivotrl.verifiers.runner import score_pairs
 
 if TYPE_CHECKING:
     from pivotrl.rendering.chat import Renderer
@@ -48,8 +49,9 @@ def render_states(
     A prompt is never cut (field report E8), and a turn whose demonstration cannot score 1 can teach nothing.
     """
     states, skipped = [], []
-    for turn in turns:
-        verdict = verifier.verify(turn, turn.demonstration)
+    turns = list(turns)
+    verdicts = score_pairs(verifier, [(turn, turn.demonstration) for turn in turns])
+    for turn, verdict in zip(turns, verdicts, strict=True):
         if verdict.reward != 1.0:
             reason = "demonstration_unscorable" if verdict.reward is None else "demonstration_rejected"
             skipped.append(SkippedState(turn.id, turn.source, reason, verdict.reason))
@@ -64,14 +66,26 @@ def render_states(
 
 
 def score(
-    state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier, first_index: int = 0
-) -> list[Rollout]:
-    rollouts = []
-    for index, completion in enumerate(completions, start=first_index):
-        action = renderer.parse(completion.token_ids, state.turn.tools)
-        verdict = verifier.verify(state.turn, action)
-        rollouts.append(Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, verdict))
-    return rollouts
+    states: Sequence[State],
+    completions: Sequence[Sequence[Completion]],
+    renderer: Renderer,
+    verifier: Verifier,
+    first_index: int = 0,
+) -> list[list[Rollout]]:
+    """Parse and verify the completions of each state; all of them together, so that slow verdicts overlap."""
+    actions = [
+        [renderer.parse(completion.token_ids, state.turn.tools) for completion in group]
+        for state, group in zip(states, completions, strict=True)
+    ]
+    pairs = [(s.turn, action) for s, group in zip(states, actions, strict=True) for action in group]
+    verdicts = iter(score_pairs(verifier, pairs))
+    return [
+        [
+            Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, next(verdicts))
+            for index, (completion, action) in enumerate(zip(group, parsed, strict=True), start=first_index)
+        ]
+        for state, group, parsed in zip(states, completions, actions, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -94,5 +108,4 @@ class LocalRoller:
         clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         seconds = time.perf_counter() - clock
-        pairs = zip(states, completions, strict=True)
-        return [score(s, group, self.renderer, self.verifier, first_index) for s, group in pairs], seconds
+        return score(states, completions, self.renderer, self.verifier, first_index), seconds
