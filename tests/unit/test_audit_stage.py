@@ -16,7 +16,7 @@ from pivotrl.tracking import report
 from pivotrl.tracking.report_data import load
 from pivotrl.verifiers.registry import get_verifier
 
-STATIC = ("domain.verifier.name=tool_calls", "~domain.verifier.options")
+STATIC = ("domain.verifier.name=tool_calls",)
 SMALL = ("domain=outfitters", "trajectories.tasks=6")
 
 

@@ -198,7 +198,7 @@ def test_static_verdicts_agree_with_execution():
     from benchmarks.verifier_agreement import main
 
     assert main(["--trajectories", "2"]) == 0
-    assert main(["--trajectories", "1", "domain.verifier.name=tool_name", "~domain.verifier.options"]) == 1
+    assert main(["--trajectories", "1", "domain.verifier.name=tool_name"]) == 1
 
 
 def test_rules_of_the_domain():

@@ -42,7 +42,10 @@ class Says:
     def generate(self, prompts: Any, sampling: Sampling, n: int, seeds: Any) -> list[list[Completion]]:
         made = iter(self.texts)
         return [
-            [Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0) for text in (next(made) for _ in range(n))]
+            [
+                Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
+                for text in (next(made) for _ in range(n))
+            ]
             for _ in prompts
         ]
 
