@@ -47,9 +47,16 @@ class Effect:
 class Executor(Protocol):
     """Runs an action in the state of a turn."""
 
-    name: str
-    version: str
-    has_user: bool  # whether a text can be executed: someone answers it, always the same way
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def has_user(self) -> bool:
+        """Whether a text can be executed: someone answers it, always the same way."""
+        ...
 
     def effect(self, turn: Turn, action: Action) -> Effect:
         """What `action` does in the turn's state. Raises UserError, KeyError or ValueError where the state cannot be

@@ -236,7 +236,7 @@ class Domain:
 def _plain(value: Any) -> Any:
     """Models as JSON values."""
     if hasattr(value, "model_dump"):
-        return value.model_dump()
+        return value.model_dump(warnings=False)
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

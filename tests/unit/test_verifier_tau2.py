@@ -194,10 +194,10 @@ def test_telecom_tasks_begin_in_states_of_their_own():
 @needs_tau2
 @needs_data
 def test_static_verdicts_agree_with_execution():
-    """A sample; `python -m benchmarks.verifier_agreement` holds all turns to the same limits."""
+    """All recorded turns: under 1 % false positives, under 5 % false negatives; a lax verifier is found out."""
     from benchmarks.verifier_agreement import main
 
-    assert main(["--trajectories", "2"]) == 0
+    assert main([]) == 0
     assert main(["--trajectories", "1", "domain.verifier.name=tool_name"]) == 1
 
 
