@@ -30,8 +30,9 @@ $(VENV)/.installed: pyproject.toml requirements/cpu.txt
 
 install-dev: $(VENV)/.installed-dev ## install, and the tools for tests and lint
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/tau2.txt
 	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q --no-deps -r requirements/tau2.txt
 	@touch $@
 
 demo: install ## the whole job on this CPU: trajectories -> pivots -> GRPO -> checkpoint and report (about 20 minutes)

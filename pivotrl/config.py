@@ -40,6 +40,8 @@ class Rendering:
 class VerifierConfig:
     name: str = "tool_calls"
     options: dict[str, Any] = field(default_factory=dict)
+    workers: int = 0  # processes that verify, for verifiers that wait or may hang; 0: in this process, no time-out
+    timeout_seconds: float = 30.0  # of one verdict in a worker; past it the rollout is unscorable
 
 
 @dataclass
@@ -127,6 +129,16 @@ class Select:
     mixture: dict[str, int] = field(default_factory=dict)  # domain: exact number of pivots; empty: as they come
     max_pivots: int | None = None
     rank: str = "signal"  # which turns those limits prefer: "signal" (largest std, Theorem 3.2) | "random"
+
+
+@dataclass
+class Audit:
+    """`pivotrl audit-verifier`: mutations of the demonstrated actions, scored by the domain's verifier."""
+
+    max_turns: int | None = 500  # an even draw over trajectories; None: all
+    accept_at: float = 0.5  # a reward from here on counts as accepted
+    examples: int = 5  # wrong verdicts that are kept, for each kind of mutation
+    truth: str = "auto"  # "auto" (execution where the turns can be executed) | an environment's name | "labels"
 
 
 @dataclass
@@ -272,6 +284,7 @@ class Config:
     generation: Generation = field(default_factory=Generation)
     profile: Profile = field(default_factory=Profile)
     select: Select = field(default_factory=Select)
+    audit: Audit = field(default_factory=Audit)
     algorithm: Algorithm = field(default_factory=Algorithm)
     warmup: Sft = field(default_factory=lambda: Sft(steps=0))
     sft: Sft = field(default_factory=Sft)

@@ -13,7 +13,7 @@ from pivotrl.generation.engine import Sampling
 from pivotrl.models.builtin import resolve_model
 from pivotrl.rendering.chat import Renderer
 from pivotrl.verifiers.base import Verifier
-from pivotrl.verifiers.registry import get_verifier
+from pivotrl.verifiers.runner import open_verifier
 
 if TYPE_CHECKING:
     from pivotrl.generation.vllm_engine import VllmEngine
@@ -52,7 +52,7 @@ class Workbench:
             run_dir,
             model,
             Renderer(model, cfg.model.chat_template, cfg.domain.action_format),
-            get_verifier(cfg.domain.verifier),
+            open_verifier(cfg.domain.verifier),
             Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
         )
 

@@ -24,12 +24,14 @@ BENIGN_KEYS = (
     "generation.verify_refit",
     "generation.max_mismatch",
     "profile.shard",
+    "domain.verifier.workers",
+    "domain.verifier.timeout_seconds",
 )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the pipeline. It writes `<run_dir>/<name>/`, its `summary.json` last."""
+    """One step of the pipeline. It writes `<run_dir>/<folder>/`, its `summary.json` last."""
 
     name: str
     module: str
@@ -43,6 +45,12 @@ class Stage:
     upstream: tuple[str, ...] = ()  # stages whose result it reads
     inputs: tuple[str, ...] = ()  # keys that name files whose content matters
     policy: bool = False  # runs the megatron-core policy, so the parallel layout must fit
+    place: str = ""  # the folder, where it is not the name
+
+    @property
+    def folder(self) -> str:
+        """The stage's folder, relative to the run's."""
+        return self.place or self.name
 
     def load(self) -> StageFunction:
         """Import the stage's function (this is where torch and the engines come in)."""
@@ -65,6 +73,19 @@ _STAGES = (
         "pivotrl turns trajectories.path=data/airline.jsonl run_dir=runs/airline",
         ("seed", "trajectories", "environment", "domain", "model"),
         inputs=("trajectories.path",),
+    ),
+    Stage(
+        "audit-verifier",
+        "pivotrl.audit_stage",
+        "run_audit",
+        "Measure the verifier on the turns before any GPU: what it wrongly rejects or accepts, which exploits pay.",
+        "turns/turns.jsonl; trajectories.path (or environment.name) where the run has no turns yet",
+        "audit/summary.json (rates, counts by mutation), audit/examples.jsonl (wrong verdicts)",
+        ("domain=...", "domain.verifier.name", "domain.verifier.options", "audit.truth", "audit.max_turns"),
+        "pivotrl audit-verifier domain=tau2 trajectories.path=data/airline.jsonl run_dir=runs/airline",
+        ("seed", "domain", "environment.name", "audit"),
+        ("turns",),
+        place="audit",
     ),
     Stage(
         "warmup",
@@ -162,7 +183,7 @@ _STAGES = (
         ("run_dir",),
         "pivotrl report run_dir=runs/airline",
         (),
-        ("turns", "warmup", "profile", "select", "train", "sft", "evaluate"),
+        ("turns", "audit-verifier", "warmup", "profile", "select", "train", "sft", "evaluate"),
     ),
 )
 

@@ -48,6 +48,8 @@ _POSITIVE = (
     "generation.tensor_parallel",
     "generation.max_mismatch",
     "profile.max_turns",
+    "audit.max_turns",
+    "domain.verifier.timeout_seconds",
     "profile.adaptive.round",
     "profile.adaptive.calibration_turns",
     "select.min_unique_actions",
@@ -68,6 +70,8 @@ _NOT_NEGATIVE = (
     "sampling.temperature",
     "sampling.top_k",
     "profile.second_rollouts",
+    "audit.examples",
+    "domain.verifier.workers",
     "warmup.steps",
     "sft.steps",
     "evaluate.trials",
@@ -193,6 +197,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield f"trajectories.warmup_fraction + validation_fraction = {held:g} leaves nothing to train on (must be < 1)"
     for key in (
         "select.lambda_diff",
+        "audit.accept_at",
         "profile.adaptive.lambda_diff",
         "sampling.top_p",
         "generation.gpu_memory_utilization",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from pivotrl.environments.base import Environment, Task
+from pivotrl.environments.equivalence import EpisodeExecutor, Executor
 from pivotrl.errors import UserError
 
 _ENVIRONMENTS = {"outfitters": ("pivotrl.environments.outfitters", "Outfitters")}
@@ -18,6 +20,26 @@ def get_environment(name: str) -> Environment:
     module, attribute = _ENVIRONMENTS[name]
     environment: Environment = getattr(import_module(module), attribute)()
     return environment
+
+
+# Environments whose states can be executed in, though they make no tasks or episodes here.
+_EXECUTORS = {"tau2": ("pivotrl.environments.tau2", "Tau2")}
+
+
+def get_executor(name: str) -> Executor:
+    """What runs two actions from one recorded state: an environment of `get_environment`, or tau2.
+
+    Raises UserError with the known names, and for one whose package is not installed.
+    """
+    if name in _EXECUTORS:
+        module, attribute = _EXECUTORS[name]
+        executor: Executor = getattr(import_module(module), attribute)()
+        return executor
+    if name not in _ENVIRONMENTS:
+        known = ", ".join(sorted({*_ENVIRONMENTS, *_EXECUTORS}))
+        raise UserError(f'no environment "{name}" to execute actions in; known: {known}')
+    environment: Any = get_environment(name)
+    return EpisodeExecutor(environment)
 
 
 def draw_tasks(

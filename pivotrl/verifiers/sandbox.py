@@ -100,6 +100,12 @@ def run(command: str, files: Mapping[str, str | bytes], limits: Limits | None = 
     return _run(command, files, limits or Limits())
 
 
+def may_hold(path: str) -> bool:
+    """Whether a file may lie at this absolute path: below a directory that is not the system's."""
+    parts = posixpath.normpath(path).split("/")
+    return path.startswith("/") and "\0" not in path and len(parts) >= 3 and parts[1] not in _SYSTEM
+
+
 def compare_execution(
     command_a: str, command_b: str, files: Mapping[str, str | bytes], limits: Limits | None = None
 ) -> tuple[bool | None, str]:
@@ -233,13 +239,10 @@ def _pack(files: Mapping[str, str | bytes]) -> tuple[bytes, list[str]]:
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, content in sorted(files.items()):
             path = posixpath.normpath(posixpath.join(WORK, name))
-            parts = path.split("/")
-            escapes = (
-                not path.startswith(WORK + "/") if not name.startswith("/") else len(parts) < 3 or parts[1] in _SYSTEM
-            )
+            escapes = not path.startswith(WORK + "/") if not name.startswith("/") else not may_hold(path)
             if escapes or "\0" in name:
                 raise UserError(f"sandbox: file {name!r} would lie outside the work directory or in a system directory")
-            roots.add("/" + parts[1])
+            roots.add("/" + path.split("/")[1])
             data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
             entry = tarfile.TarInfo(path.lstrip("/"))
             entry.size, entry.mode, entry.mtime = len(data), 0o644, 1_700_000_000
