@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pivotrl.config import Algorithm, Config
 from pivotrl.errors import UserError
+from pivotrl.evaluation.watch import Watcher
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, read_json, read_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
@@ -113,7 +114,9 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
         progress(a.steps, "train") as bar,
     ):
-        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
+        roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
+        watcher = Watcher(cfg, run_dir, bench, directory)
+        watcher.look(engine, 0, 0)
         for step in range(a.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
@@ -125,14 +128,15 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             batch = make_batch(drawn, groups, a)
             if step == 0 and batch.samples:
                 metrics["gate_mismatch"] = open_gate(policy, batch.samples, cfg, "before the first step").mean
-            metrics |= batch.metrics | _step(policy, engine, batch.samples, cfg, step)
+            metrics |= batch.metrics | learn(policy, engine, batch.samples, cfg, step)
             tracker.log(step, metrics | {"seconds": time.monotonic() - clock})
+            watcher.look(engine, step + 1, ledger["rollouts"], last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
     return _finish(directory, cfg, len(states), ledger, time.monotonic() - started)
 
 
-def _step(policy: MegatronPolicy, engine: Engine, samples: list[Sample], cfg: Config, step: int) -> dict[str, float]:
+def learn(policy: MegatronPolicy, engine: Engine, samples: list[Sample], cfg: Config, step: int) -> dict[str, float]:
     """Update and refit. A batch without any advantage is a named skip: no optimiser step, weights as they were."""
     clock = time.monotonic()
     if not samples:

@@ -1,0 +1,181 @@
+"""`pivotrl e2e`: the end-to-end baseline, GRPO on whole episodes in the environment.
+
+Each step: B tasks -> G episodes each, every turn sampled by the policy -> one reward an episode (its success) -> group
+advantages over the episodes of a task -> loss on all assistant turns, as they were generated -> refit. The turns of an
+episode, and the episodes of a task, share their beginnings: the prefix tree computes those once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pivotrl.config import Algorithm, Config
+from pivotrl.environments.registry import get_environment
+from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.errors import UserError
+from pivotrl.evaluation.in_domain import EngineActor, SampledAction, episode_row
+from pivotrl.evaluation.tasks import task_ids
+from pivotrl.evaluation.watch import Watcher
+from pivotrl.io import append_jsonl, read_jsonl, write_json
+from pivotrl.local_rollouts import seed_for
+from pivotrl.policy.policy import MegatronPolicy
+from pivotrl.policy.prefix_tree import TokenSequence
+from pivotrl.setup import Workbench
+from pivotrl.tracking.metrics import Tracker
+from pivotrl.tracking.progress import progress
+from pivotrl.training import grpo
+from pivotrl.training.advantages import advantages
+from pivotrl.training.batch import Sample
+from pivotrl.training.checkpoint import export
+from pivotrl.training.objective import token_weights
+from pivotrl.training.sampling import EpochSampler
+
+TOO_MANY_ERRORS = 0.5  # share of a step's episodes that the environment may break before the run stops
+
+
+@dataclass(frozen=True)
+class EpisodeTurn:
+    """One generated turn of a scored episode; its advantage is the episode's."""
+
+    sequence: TokenSequence
+    logprobs: tuple[float, ...]  # of the generator
+    advantage: float
+
+
+def reward(result: EpisodeResult) -> float | None:
+    """1 for success, 0 for failure; None where the environment broke: that is no failure of the policy."""
+    return None if result.outcome is None else float(result.outcome.success)
+
+
+def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm) -> list[EpisodeTurn]:
+    """Every turn of every scored episode. `groups[i]` are the episodes of one task: the group of the advantage."""
+    turns = []
+    for group in groups:
+        values = advantages([reward(r) for r in group], algorithm.advantage, algorithm.std_epsilon)
+        for result, advantage in zip(group, values, strict=True):
+            if advantage is None:
+                continue
+            for action in result.actions:
+                assert isinstance(action, SampledAction)
+                assert action.completion is not None
+                sequence = TokenSequence.of(action.prompt_ids, action.completion.token_ids)
+                turns.append(EpisodeTurn(sequence, action.completion.logprobs, advantage))
+    return turns
+
+
+def make_samples(turns: Sequence[EpisodeTurn], algorithm: Algorithm) -> list[Sample]:
+    """Samples of one step. Turns of advantage 0 count in the denominator and are not computed without a KL term."""
+    if not turns:
+        return []
+    weights = token_weights([len(t.sequence.targets) for t in turns], algorithm.aggregation)
+    return [
+        Sample(t.sequence, t.logprobs, t.advantage, weight)
+        for t, weight in zip(turns, weights, strict=True)
+        if t.advantage != 0.0 or algorithm.kl_beta > 0
+    ]
+
+
+def group_metrics(groups: Sequence[Sequence[EpisodeResult]]) -> dict[str, float]:
+    """Reward, its deviation within groups, and shape of the episodes; the names of `pivotrl train` where they agree."""
+    results = [r for group in groups for r in group]
+    scored = [v for group in groups if (v := [x for r in group if (x := reward(r)) is not None])]
+    flat = [x for v in scored for x in v]
+    means = [sum(v) / len(v) for v in scored]
+    return {
+        "reward": sum(flat) / len(flat) if flat else math.nan,
+        "group_std": sum(math.sqrt(m * (1 - m)) for m in means) / len(means) if means else math.nan,
+        "mixed_groups": sum(0 < m < 1 for m in means) / len(groups),
+        "unscorable": (len(results) - len(flat)) / len(results),
+        "malformed": sum(bool(a.problems) for r in results for a in r.actions) / max(sum(r.turns for r in results), 1),
+        "episode_turns": sum(r.turns for r in results) / len(results),
+    }
+
+
+def check_errors(results: Sequence[EpisodeResult], directory: Path) -> None:
+    """Broken episodes go to errors.jsonl; where most are, the environment is down: stop."""
+    broken = [r for r in results if r.outcome is None]
+    append_jsonl(directory / "errors.jsonl", ({"task": r.task.id, "error": r.error} for r in broken))
+    if len(broken) > TOO_MANY_ERRORS * len(results):
+        raise UserError(
+            f"e2e: the environment broke {len(broken)} of {len(results)} episodes; the first: "
+            f"{str(broken[0].error).splitlines()[0]}. See {directory / 'errors.jsonl'}"
+        )
+
+
+def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Train on the tasks of the train split; writes e2e/{metrics,episodes,curve}.jsonl, e2e/checkpoint, summary.json.
+
+    Raises UserError without an environment or tasks, and when the environment breaks most episodes of a step.
+    """
+    started = time.monotonic()
+    directory, e = run_dir / "e2e", cfg.end_to_end
+    if cfg.environment.name is None:
+        raise UserError("e2e: end-to-end RL needs an environment (environment=outfitters)")
+    bench = Workbench.build(cfg, run_dir)
+    environment = get_environment(cfg.environment.name)
+    tasks = [environment.task(task_id) for task_id in task_ids(run_dir, "train")]
+    if not tasks:
+        raise UserError(f"e2e: {run_dir / 'turns'} has no task in the train split")
+    sampler = EpochSampler(tasks, min(e.tasks_per_step, len(tasks)), cfg.seed)
+    policy = MegatronPolicy.load(
+        bench.start_policy,
+        cfg.parallel,
+        cfg.precision,
+        cfg.algorithm.optimizer,
+        max_length=cfg.model.context_length,
+        total_steps=e.steps,
+        seed=cfg.seed,
+        keep_reference=cfg.algorithm.kl_beta > 0,
+    )
+    for name in ("episodes.jsonl", "errors.jsonl"):
+        (directory / name).unlink(missing_ok=True)
+    ledger = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+    with (
+        bench.engine() as engine,
+        Tracker(directory, cfg.tracking, "e2e", asdict(cfg), start_step=0) as tracker,
+        progress(e.steps, "e2e") as bar,
+    ):
+        watcher = Watcher(cfg, run_dir, bench, directory)
+        watcher.look(engine, 0, 0)
+        for step in range(e.steps):
+            clock = time.monotonic()
+            drawn = sampler.draw(step)
+            seed = seed_for(cfg.seed, "e2e", step)
+            actor = EngineActor(engine, bench.renderer, bench.sampling, cfg.model.context_length, seed)
+            results = run_episodes(environment, drawn, actor, cfg.environment.max_turns, e.group_size)
+            groups = [results[i : i + e.group_size] for i in range(0, len(results), e.group_size)]
+            append_jsonl(directory / "episodes.jsonl", ({"step": step, **episode_row(r)} for r in results))
+            check_errors(results, directory)
+            ledger = {name: value + actor.cost[name] for name, value in ledger.items()}
+            metrics = {"seconds_generate": time.monotonic() - clock, "rollouts": float(actor.cost["rollouts"])}
+            samples = make_samples(episode_turns(groups, cfg.algorithm), cfg.algorithm)
+            if step == 0 and samples:
+                metrics["gate_mismatch"] = grpo.open_gate(policy, samples, cfg, "before the first step").mean
+            metrics |= group_metrics(groups) | grpo.learn(policy, engine, samples, cfg, step)
+            tracker.log(step, metrics | {"seconds": time.monotonic() - clock})
+            watcher.look(engine, step + 1, ledger["rollouts"], last=step + 1 == e.steps)
+            bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
+    export(policy, bench, directory / "checkpoint")
+    return _finish(directory, e.steps, len(tasks), ledger, time.monotonic() - started)
+
+
+def _finish(directory: Path, steps: int, tasks: int, ledger: dict[str, int], seconds: float) -> dict[str, Any]:
+    rows = list(read_jsonl(directory / "metrics.jsonl"))
+    window = max(1, len(rows) // 5)
+    summary = {
+        "steps": steps,
+        "tasks": tasks,
+        "rollouts": ledger.pop("rollouts"),
+        "tokens": ledger,
+        "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
+        "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
+        "checkpoint": str(directory / "checkpoint"),
+        "seconds": seconds,
+    }
+    write_json(directory / "summary.json", summary)
+    return summary
