@@ -79,7 +79,8 @@ def run_study(study: Study, arms: Sequence[Arm], seeds: Sequence[int], hours: fl
 
     No new arm is begun after `hours`. Returns the records written.
     """
-    started, written = time.monotonic(), []
+    started = time.monotonic()
+    written: list[Path] = []
     for seed in seeds:
         study.shared(seed)
         for arm in arms:
