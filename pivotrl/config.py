@@ -134,6 +134,7 @@ class Optimizer:
     epsilon: float = 1e-8
     clip_grad: float = 1.0
     tokens_per_microbatch: int = 4096  # unique tokens of the prefix trees of one forward
+    max_nonfinite_steps: int = 3  # a step of non-finite loss or gradient is skipped; the run stops after that many
     recompute: bool = False  # run each layer again in the backward: memory of layer inputs only, about a quarter slower
 
 
@@ -142,15 +143,42 @@ class Algorithm:
     steps: int = 20
     pivots_per_step: int = 8  # B
     group_size: int = 8  # G
-    advantage: str = "group"  # "group" (population mean and std, the paper) | "leave_one_out" | "mean_only" (Dr.GRPO)
+    # Advantage. "group" (population mean and std, the paper) | "group_sample" (sample std) | "mean_only" (Dr.GRPO) |
+    # "leave_one_out" (mean and std of the others, NVIDIA's practice) | "leave_one_out_mean" (RLOO)
+    advantage: str = "group"
     std_epsilon: float = 1e-6
+    invalid_action: str = "score"  # malformed actions: "score" (as verified) | "penalty" (a fixed advantage) | "mask"
+    invalid_advantage: float = -5.0  # of "penalty"; takes no part in the group's mean and std
+    overlong_filter: bool = (
+        False  # rollouts cut at sampling.max_new_tokens carry no loss; their reward stays in the group
+    )
+    drop_uniform_groups: bool = False  # groups of equal rewards leave the denominator and the KL term as well
+    # Loss. "clip" (PPO's clipped surrogate) | "cispo" (clipped weight, no gradient cut) | "dpo" (pairs of a group)
+    loss: str = "clip"
+    ratio: str = "token"  # "token" | "sequence" (product over the action, eq. 7 as printed) | "geometric" (GSPO)
     clip_low: float = 0.2
     clip_high: float = 0.2
-    aggregation: str = "token_mean"  # "token_mean" | "sequence_mean" | "sequence_sum"
-    kl_beta: float = 0.0  # KL to pi_0, in the loss
-    kl_estimator: str = "k3"  # "k1" | "k2" | "k3"
-    importance_correction: str = "none"  # "none" | "truncated": trainer / generator ratio, capped
+    dual_clip: float | None = None  # > 1: bound on the ratio where the advantage is negative; None: off
+    dpo_beta: float = 0.1  # of loss=dpo
+    # Weight of a token, from the whole batch of one optimiser step: "token_mean" (DAPO) | "sequence_mean" (GRPO as
+    # printed) | "sequence_sum" | "constant_length" (Dr.GRPO: sampling.max_new_tokens) | "group_mean"
+    aggregation: str = "token_mean"
+    kl_beta: float = 0.0  # KL to pi_0; 0: none
+    kl_in: str = "loss"  # "loss" | "reward" (summed over the action, before the baseline)
+    kl_estimator: str = "k3"  # "k1" | "k2" | "k3" | "unbiased" (k3 times the ratio: its gradient is that of the KL)
+    reference_every: int = 0  # with kl_beta=0: measure KL and ratios to pi_0 every n steps (a forward); 0: never
+    entropy_bonus: float = 0.0
+    # Trainer / generator probability of what was sampled. "none" | "truncated" (clamped to [floor, cap]) | "masked"
+    # (tokens outside carry no loss) | "geometric" (actions outside carry none, the tokens of the rest are clamped)
+    importance_correction: str = "none"
     importance_cap: float = 5.0
+    importance_floor: float = 0.0
+    importance_sequence_low: float = 0.999  # of "geometric": bounds on the geometric mean over an action
+    importance_sequence_high: float = 1.002
+    sequence_mismatch_limit: float | None = None  # mask actions whose mean exp|trainer - generator| is above; None: off
+    # One optimiser step a batch (1 and 1) is strictly on-policy: the ratio is 1 and no clip is ever active.
+    epochs: int = 1  # passes over the batch of a step
+    minibatches: int = 1  # optimiser steps of a pass, each on its own groups with its own denominator
     reward: str = "functional"  # "functional" (domain.verifier) | "strict" (equal to the demonstration, eq. 2)
     allow_foreign_profile: bool = False  # train on a profile made by another policy, template or verifier
     optimizer: Optimizer = field(default_factory=Optimizer)

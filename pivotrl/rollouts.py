@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,35 @@ class Rollout:
         verdict = Verdict(row["reward"], row["reason"], row.get("details", {}))
         action = Action.from_json(row["action"])
         return cls(row["turn_id"], row["index"], row["prompt_tokens"], completion, action, verdict)
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """What rollouts cost in turns and tokens. Addition sums every field."""
+
+    rollouts: int = 0  # generated turns: the unit of the paper's comparison (method.md 3.3)
+    prompt: int = 0  # tokens asked for, cached ones included; one prompt for each rollout
+    cached: int = 0  # of these, served from the engine's prefix cache
+    generated: int = 0
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(
+            self.rollouts + other.rollouts,
+            self.prompt + other.prompt,
+            self.cached + other.cached,
+            self.generated + other.generated,
+        )
+
+    @classmethod
+    def of_completion(cls, prompt_tokens: int, completion: Completion) -> TokenCounts:
+        return cls(1, prompt_tokens, completion.cached_prompt_tokens, len(completion.token_ids))
+
+    @classmethod
+    def of(cls, rollouts: Iterable[Rollout]) -> TokenCounts:
+        return sum((cls.of_completion(r.prompt_tokens, r.completion) for r in rollouts), cls())
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:

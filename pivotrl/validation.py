@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pivotrl import algorithm_checks
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
 from pivotrl.evaluation.harnesses import HARNESSES
@@ -19,6 +20,7 @@ from pivotrl.strict import suggestion
 from pivotrl.trajectories.flags import FLAGS
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    **algorithm_checks.CHOICES,
     "precision.policy": ("fp32", "bf16"),
     "precision.engine": ("fp32", "bf16"),
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
@@ -29,10 +31,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "watch.split": ("test", "validation"),
     "benchmark.name": tuple(HARNESSES),
     "benchmark.policy": ("base", "sft", "pivotrl", "e2e"),
-    "algorithm.advantage": ("group", "leave_one_out", "mean_only"),
-    "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum"),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "algorithm.importance_correction": ("none", "truncated"),
     "algorithm.optimizer.schedule": ("constant", "linear"),
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
@@ -40,6 +38,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
 _POSITIVE = (
+    *algorithm_checks.POSITIVE,
     "trajectories.tasks",
     "trajectories.runs_per_task",
     "model.context_length",
@@ -60,11 +59,6 @@ _POSITIVE = (
     "select.min_unique_actions",
     "select.max_per_trajectory",
     "select.max_pivots",
-    "algorithm.steps",
-    "algorithm.pivots_per_step",
-    "algorithm.std_epsilon",
-    "algorithm.clip_low",
-    "algorithm.clip_high",
     "end_to_end.steps",
     "end_to_end.tasks_per_step",
     "watch.tasks",
@@ -84,11 +78,11 @@ _POSITIVE = (
     "cluster.check_seconds",
 )
 _NOT_NEGATIVE = (
+    *algorithm_checks.NOT_NEGATIVE,
     "seed",
     "sampling.temperature",
     "sampling.top_k",
     "profile.second_rollouts",
-    "algorithm.kl_beta",
     "warmup.steps",
     "sft.steps",
     "evaluate.trials",
@@ -171,6 +165,8 @@ def conflicts(
         found.append(
             f"generation.tensor_parallel={cfg.generation.tensor_parallel} does not divide the world size {world}"
         )
+    if "train" in stages:
+        found += algorithm_checks.sampling_conflicts(cfg.sampling)
     if stage == "run" and cfg.profile.shard is not None:
         found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")
     return found + _files(cfg, stages)
@@ -225,7 +221,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
 
 
 def _optimizer(key: str, o: Optimizer) -> Iterator[str]:
-    for name in ("learning_rate", "epsilon", "clip_grad", "tokens_per_microbatch"):
+    for name in ("learning_rate", "epsilon", "clip_grad", "tokens_per_microbatch", "max_nonfinite_steps"):
         if getattr(o, name) <= 0:
             yield f"{key}.{name}={getattr(o, name)} must be positive"
     for name in ("warmup_steps", "weight_decay"):
@@ -258,10 +254,7 @@ def _method(cfg: Config) -> Iterator[str]:
             f"sampling.max_new_tokens={cfg.sampling.max_new_tokens} leaves no room for a state in "
             f"model.context_length={cfg.model.context_length}"
         )
-    if cfg.algorithm.clip_low >= 1:
-        yield f"algorithm.clip_low={cfg.algorithm.clip_low} must be below 1 (the ratio is clipped at 1 - clip_low)"
-    if cfg.algorithm.importance_correction == "truncated" and cfg.algorithm.importance_cap < 1:
-        yield f"algorithm.importance_cap={cfg.algorithm.importance_cap} must be >= 1 (equal policies have ratio 1)"
+    yield from algorithm_checks.algorithm_conflicts(cfg.algorithm)
     if cfg.precision.fp8 is not None and cfg.precision.policy != "bf16":
         yield f"precision.fp8={cfg.precision.fp8} needs precision.policy=bf16, not {cfg.precision.policy}"
 

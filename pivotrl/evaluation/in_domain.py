@@ -12,6 +12,7 @@ from pivotrl.evaluation.statistics import interval, pass_at_k
 from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.rendering.chat import Renderer
+from pivotrl.rollouts import TokenCounts
 from pivotrl.trajectories.schema import Action, JsonDict
 
 View = tuple[list[JsonDict], list[JsonDict]]  # messages, tools
@@ -58,7 +59,11 @@ class EngineActor:
         self.room, self.seed = context_length - sampling.max_new_tokens, seed
         self.calls = 0
         self.validity = Validity()
-        self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+        self.spent = TokenCounts()
+
+    @property
+    def cost(self) -> dict[str, int]:
+        return self.spent.to_json()
 
     def __call__(self, views: Sequence[View]) -> list[Action | None]:
         prompts = [self.renderer.prompt_ids(messages, tools) for messages, tools in views]
@@ -71,10 +76,7 @@ class EngineActor:
             action = self.renderer.parse(completion.token_ids, views[i][1])
             self.validity.add(action, views[i][1])
             actions[i] = SampledAction(**vars(action), prompt_ids=tuple(prompts[i]), completion=completion)
-            self.cost["prompt"] += len(prompts[i])
-            self.cost["cached"] += completion.cached_prompt_tokens
-            self.cost["generated"] += len(completion.token_ids)
-        self.cost["rollouts"] += len(fits)
+            self.spent += TokenCounts.of_completion(len(prompts[i]), completion)
         return actions
 
 
@@ -143,7 +145,6 @@ def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, se
     groups = roller.groups(states, trials, seeds)
     per_turn = {}
     unscorable = 0
-    rollouts = [r for group in groups for r in group]
     for state, group in zip(states, groups, strict=True):
         rewards = [r.verdict.reward for r in group if r.verdict.reward is not None]
         unscorable += len(group) - len(rewards)
@@ -157,10 +158,5 @@ def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, se
         "trials": trials,
         "unscorable": unscorable,
         "per_task": per_turn,
-        "cost": {
-            "rollouts": len(rollouts),
-            "prompt": sum(r.prompt_tokens for r in rollouts),
-            "cached": sum(r.completion.cached_prompt_tokens for r in rollouts),
-            "generated": sum(len(r.completion.token_ids) for r in rollouts),
-        },
+        "cost": TokenCounts.of(r for group in groups for r in group).to_json(),
     }

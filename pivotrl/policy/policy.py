@@ -52,6 +52,14 @@ class PairBatch:
 Objective = Callable[[Tensor, Tensor, PairBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
+def _combine(key: str, before: float | None, value: float) -> float:
+    if before is None:
+        return value
+    if key.endswith("_max"):
+        return value if math.isnan(value) else max(before, value)
+    return before + value
+
+
 class MegatronPolicy:
     """A causal language model on megatron-core: log-probs, training steps, weights under Hugging Face names."""
 
@@ -180,9 +188,9 @@ class MegatronPolicy:
         """One optimiser step on the sum of the objective over all pairs of `sequences`.
 
         `objective(logprobs [P], entropy [P], pairs)` returns a scalar that is already divided by the global
-        denominator, and metrics that are summed over micro-batches and ranks. Both come back with grad_norm,
-        learning_rate, tokens_total, tokens_unique and skipped; a non-finite loss or gradient skips the optimiser step
-        (skipped = 1.0) and leaves the weights as they were.
+        denominator, and metrics that are summed over micro-batches and ranks ("..._max": the maximum). Both come back
+        with grad_norm, learning_rate, tokens_total, tokens_unique and skipped; a non-finite loss or gradient skips the
+        optimiser step (skipped = 1.0) and leaves the weights as they were.
         """
         if self.optimizer is None or self.settings is None:
             raise RuntimeError("this policy was loaded without an optimizer")
@@ -282,20 +290,20 @@ class MegatronPolicy:
         return groups.is_pipeline_last_stage() and groups.get_tensor_model_parallel_rank() == 0
 
     def _sum_metrics(self, metrics: list[dict[str, Tensor]], trees: list[PrefixTree]) -> dict[str, float]:
-        """Sum over micro-batches and data-parallel ranks, the same on every rank."""
+        """Sum (of names that end in "_max": maximum) over micro-batches and data-parallel ranks, on every rank."""
         own: dict[str, float] = {
             "tokens_total": float(sum(t.tokens_total for t in trees)),
             "tokens_unique": float(sum(t.tokens_unique for t in trees)),
         }
         for m in metrics:
             for key, value in m.items():
-                own[key] = own.get(key, 0.0) + float(value)
+                own[key] = _combine(key, own.get(key), float(value))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own if self._counts_here() else {})
         total: dict[str, float] = {}
         for part in everyone:
             for key, value in part.items():
-                total[key] = total.get(key, 0.0) + value
+                total[key] = _combine(key, total.get(key), value)
         return total
 
     def _on_every_rank(self, flat: Tensor) -> Tensor:

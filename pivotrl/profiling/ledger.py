@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pivotrl.io import append_jsonl
 from pivotrl.profiling.shards import whole_rows
-from pivotrl.rollouts import Rollout
+from pivotrl.rollouts import Rollout, TokenCounts
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,7 @@ class Cost:
 
     @classmethod
     def of(cls, rollouts: Iterable[Rollout], seconds: float = 0.0) -> Cost:
-        count = prompt = cached = generated = 0
-        for rollout in rollouts:
-            count += 1
-            prompt += rollout.prompt_tokens
-            cached += rollout.completion.cached_prompt_tokens
-            generated += len(rollout.completion.token_ids)
-        return cls(count, prompt, cached, generated, seconds)
+        return cls(**TokenCounts.of(rollouts).to_json(), seconds=seconds)
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)

@@ -29,6 +29,20 @@ _CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Standard deviation inside a group", (("group_std", "std"),)),
     ("Loss", (("loss", "loss"),)),
     ("KL to the start; trainer against engine", (("kl", "KL"), ("mismatch_abs", "mean |log-prob difference|"))),
+    (
+        "Mass on accepted actions",
+        (
+            ("theory_accepted_mass", "policy"),
+            ("theory_accepted_mass_start", "start"),
+            ("theory_accepted_mass_optimal", "predicted optimum"),
+        ),
+    ),
+    (
+        "Log-probs against the start (correlation)",
+        (("theory_ratio_accepted", "accepted actions"), ("theory_ratio_other", "other actions")),
+    ),
+    ("Tokens clipped (share)", (("clip_low_fraction", "low"), ("clip_high_fraction", "high"))),
+    ("Effective sample size (share)", (("importance_ess", "trainer against engine"),)),
     ("Gradient norm", (("grad_norm", "norm"),)),
     ("Entropy", (("entropy", "entropy"),)),
     ("Shares of the rollouts", (("unscorable", "unscorable"), ("truncated", "truncated"), ("malformed", "malformed"))),

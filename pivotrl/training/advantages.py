@@ -1,14 +1,19 @@
 """Advantages within a group of rollouts of one state (method.md 1.3 and 4.7). Pure Python.
 
+A rule is a baseline (mean of the group, or of the *others*) and a scale (one of three standard deviations, or none):
+
+    A_i = (r_i - penalty_i - baseline_i) / scale_i
+
 A reward of None is unscorable: it takes no part in means and deviations and gets no advantage (design idea 2).
-Whether a group varies is decided on the rewards themselves (max > min), never on a deviation that float residue may
-leave above zero; so every advantage is finite by rule.
+Whether rewards vary is decided on the rewards themselves (max > min), never on a deviation that float residue may
+leave above zero; where they do not, there is no division. So every advantage is finite by rule.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 Rewards = Sequence[float]
 
@@ -26,46 +31,76 @@ def _deviation(rewards: Rewards, bessel: int) -> float:
     return math.sqrt(math.fsum((r - center) ** 2 for r in rewards) / (len(rewards) - bessel))
 
 
-def group(rewards: Rewards, std_epsilon: float) -> list[float]:
-    """A_i = (r_i - mean) / (std + eps) with the population std: the paper's rule (method.md 1.3)."""
-    if not _varies(rewards):
-        return [0.0] * len(rewards)
-    center, scale = _mean(rewards), _deviation(rewards, bessel=0) + std_epsilon
-    return [(r - center) / scale for r in rewards]
+def _others(rewards: Rewards, i: int) -> list[float]:
+    return [*rewards[:i], *rewards[i + 1 :]]
 
 
-def mean_only(rewards: Rewards, std_epsilon: float) -> list[float]:
-    """A_i = r_i - mean (Dr.GRPO, arXiv 2503.20783)."""
-    if not _varies(rewards):
-        return [0.0] * len(rewards)
-    center = _mean(rewards)
-    return [r - center for r in rewards]
+def _centered(values: Rewards, leave_one_out: bool) -> list[float]:
+    if len(values) < 2 or not _varies(values):
+        return [0.0] * len(values)
+    if leave_one_out:
+        return [value - _mean(_others(values, i)) for i, value in enumerate(values)]
+    center = _mean(values)
+    return [value - center for value in values]
 
 
-def leave_one_out(rewards: Rewards, std_epsilon: float) -> list[float]:
-    """NVIDIA's practice (method.md 4.7): mean and sample std of the *others*; no division where those do not vary."""
-    if len(rewards) < 2:
-        return [0.0] * len(rewards)
-    result = []
-    for i, reward in enumerate(rewards):
-        others = [*rewards[:i], *rewards[i + 1 :]]
-        difference = reward - _mean(others) if _varies(rewards) else 0.0
-        divide = len(others) > 1 and _varies(others)
-        result.append(difference / (_deviation(others, bessel=1) + std_epsilon) if divide else difference)
-    return result
+def _no_scale(rewards: Rewards, std_epsilon: float) -> list[float]:
+    return [1.0] * len(rewards)
 
 
-RULES: dict[str, Callable[[Rewards, float], list[float]]] = {
-    "group": group,
-    "leave_one_out": leave_one_out,
-    "mean_only": mean_only,
+def _group_scale(bessel: int) -> Callable[[Rewards, float], list[float]]:
+    def scale(rewards: Rewards, std_epsilon: float) -> list[float]:
+        varies = len(rewards) > 1 and _varies(rewards)
+        return [_deviation(rewards, bessel) + std_epsilon if varies else 1.0] * len(rewards)
+
+    return scale
+
+
+def _scale_of_others(rewards: Rewards, std_epsilon: float) -> list[float]:
+    """Sample deviation of the others; 1 where those do not vary (a lone success keeps its difference)."""
+    groups = [_others(rewards, i) for i in range(len(rewards))]
+    return [_deviation(g, bessel=1) + std_epsilon if len(g) > 1 and _varies(g) else 1.0 for g in groups]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Called with the rewards of one group, all of them scored."""
+
+    leave_one_out: bool
+    scale: Callable[[Rewards, float], list[float]]
+
+    def __call__(self, rewards: Rewards, std_epsilon: float, penalties: Rewards | None = None) -> list[float]:
+        """`penalties` (KL in the reward) are taken off the rewards, not off what scales them.
+
+        A scale from penalised rewards would blow the small differences of penalties in a group of equal rewards up to
+        advantages of 1.
+        """
+        values = rewards if penalties is None else [r - p for r, p in zip(rewards, penalties, strict=True)]
+        differences = _centered(values, self.leave_one_out)
+        return [d / s for d, s in zip(differences, self.scale(rewards, std_epsilon), strict=True)]
+
+
+RULES: dict[str, Rule] = {
+    "group": Rule(False, _group_scale(bessel=0)),  # the paper (method.md 1.3): population std
+    "group_sample": Rule(False, _group_scale(bessel=1)),  # the same with the sample std (divided by G - 1)
+    "mean_only": Rule(False, _no_scale),  # Dr.GRPO (arXiv 2503.20783)
+    "leave_one_out": Rule(True, _scale_of_others),  # NVIDIA's practice (method.md 4.7)
+    "leave_one_out_mean": Rule(True, _no_scale),  # RLOO (arXiv 2402.14740)
 }
 
 
-def advantages(rewards: Sequence[float | None], rule: str, std_epsilon: float = 1e-6) -> list[float | None]:
-    """Advantage of each rollout of one group; None where the reward is None."""
-    scored = [r for r in rewards if r is not None]
-    if not scored:
-        return [None] * len(rewards)
-    values = iter(RULES[rule](scored, std_epsilon))
-    return [None if r is None else next(values) for r in rewards]
+def advantages(
+    rewards: Sequence[float | None],
+    rule: str,
+    std_epsilon: float = 1e-6,
+    penalties: Sequence[float] | None = None,
+) -> list[float | None]:
+    """Advantage of each rollout of one group; None where the reward is None. `penalties`: one a rollout."""
+    scored = [i for i, r in enumerate(rewards) if r is not None]
+    result: list[float | None] = [None] * len(rewards)
+    if scored:
+        taken = None if penalties is None else [penalties[i] for i in scored]
+        values = RULES[rule]([r for r in rewards if r is not None], std_epsilon, taken)
+        for i, value in zip(scored, values, strict=True):
+            result[i] = value
+    return result

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,19 @@ from pivotrl.io import append_jsonl, read_jsonl, write_json
 from pivotrl.local_rollouts import seed_for
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import TokenSequence
+from pivotrl.rollouts import TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
 from pivotrl.training import grpo
 from pivotrl.training.advantages import advantages
-from pivotrl.training.batch import Sample
+from pivotrl.training.batch import Batch, Scored
 from pivotrl.training.checkpoint import export
-from pivotrl.training.objective import token_weights
+from pivotrl.training.nonfinite import NonFiniteSteps
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.update import needs_reference, optimizer_steps
 
 TOO_MANY_ERRORS = 0.5  # share of a step's episodes that the environment may break before the run stops
-
-
-@dataclass(frozen=True)
-class EpisodeTurn:
-    """One generated turn of a scored episode; its advantage is the episode's."""
-
-    sequence: TokenSequence
-    logprobs: tuple[float, ...]  # of the generator
-    advantage: float
 
 
 def reward(result: EpisodeResult) -> float | None:
@@ -52,32 +45,32 @@ def reward(result: EpisodeResult) -> float | None:
     return None if result.outcome is None else float(result.outcome.success)
 
 
-def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm) -> list[EpisodeTurn]:
-    """Every turn of every scored episode. `groups[i]` are the episodes of one task: the group of the advantage."""
+def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm) -> list[Scored]:
+    """Every turn of every scored episode. `groups[i]` are the episodes of one task: the group of the advantage.
+
+    The advantage is made of episodes, so it is given with each turn: a long episode counts once in its group.
+    """
     turns = []
-    for group in groups:
+    for number, group in enumerate(groups):
         values = advantages([reward(r) for r in group], algorithm.advantage, algorithm.std_epsilon)
         for result, advantage in zip(group, values, strict=True):
             if advantage is None:
                 continue
-            for action in result.actions:
+            for place, action in enumerate(result.actions):
                 assert isinstance(action, SampledAction)
                 assert action.completion is not None
-                sequence = TokenSequence.of(action.prompt_ids, action.completion.token_ids)
-                turns.append(EpisodeTurn(sequence, action.completion.logprobs, advantage))
+                ids = action.completion.token_ids
+                turns.append(
+                    Scored(
+                        f"{result.task.id}/{result.trial}#{place}",
+                        number,
+                        TokenSequence.of(action.prompt_ids, ids),
+                        action.completion.logprobs,
+                        reward(result) or 0.0,
+                        fixed_advantage=advantage,
+                    )
+                )
     return turns
-
-
-def make_samples(turns: Sequence[EpisodeTurn], algorithm: Algorithm) -> list[Sample]:
-    """Samples of one step. Turns of advantage 0 count in the denominator and are not computed without a KL term."""
-    if not turns:
-        return []
-    weights = token_weights([len(t.sequence.targets) for t in turns], algorithm.aggregation)
-    return [
-        Sample(t.sequence, t.logprobs, t.advantage, weight)
-        for t, weight in zip(turns, weights, strict=True)
-        if t.advantage != 0.0 or algorithm.kl_beta > 0
-    ]
 
 
 def group_metrics(groups: Sequence[Sequence[EpisodeResult]]) -> dict[str, float]:
@@ -128,13 +121,13 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
         cfg.precision,
         cfg.algorithm.optimizer,
         max_length=cfg.model.context_length,
-        total_steps=e.steps,
+        total_steps=e.steps * optimizer_steps(cfg.algorithm),
         seed=cfg.seed,
-        keep_reference=cfg.algorithm.kl_beta > 0,
+        keep_reference=needs_reference(cfg.algorithm),
     )
     for name in ("episodes.jsonl", "errors.jsonl"):
         (directory / name).unlink(missing_ok=True)
-    ledger = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+    spent, nonfinite = TokenCounts(), NonFiniteSteps(directory, cfg.algorithm.optimizer.max_nonfinite_steps)
     with (
         bench.engine() as engine,
         Tracker(directory, cfg.tracking, "e2e", asdict(cfg), start_step=0) as tracker,
@@ -142,6 +135,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
     ):
         watcher = Watcher(cfg, run_dir, bench, directory)
         watcher.look(engine, 0, 0)
+        version = engine.weight_version
         for step in range(e.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
@@ -151,27 +145,28 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             groups = [results[i : i + e.group_size] for i in range(0, len(results), e.group_size)]
             append_jsonl(directory / "episodes.jsonl", ({"step": step, **episode_row(r)} for r in results))
             check_errors(results, directory)
-            ledger = {name: value + actor.cost[name] for name, value in ledger.items()}
-            metrics = {"seconds_generate": time.monotonic() - clock, "rollouts": float(actor.cost["rollouts"])}
-            samples = make_samples(episode_turns(groups, cfg.algorithm), cfg.algorithm)
-            if step == 0 and samples:
-                metrics["gate_mismatch"] = grpo.open_gate(policy, samples, cfg, "before the first step").mean
-            metrics |= group_metrics(groups) | grpo.learn(policy, engine, samples, cfg, step)
+            spent += actor.spent
+            metrics = {"seconds_generate": time.monotonic() - clock, "rollouts": float(actor.spent.rollouts)}
+            batch = Batch(episode_turns(groups, cfg.algorithm), group_metrics(groups))
+            if step == 0 and batch.rollouts:
+                metrics["gate_mismatch"] = grpo.open_gate(policy, batch.rollouts, cfg, "before the first step").mean
+            stats, version = grpo.learn(policy, engine, batch, cfg, step, nonfinite, version)
+            metrics |= stats | batch.metrics
             tracker.log(step, metrics | {"seconds": time.monotonic() - clock})
-            watcher.look(engine, step + 1, ledger["rollouts"], last=step + 1 == e.steps)
+            watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
-    return _finish(directory, e.steps, len(tasks), ledger, time.monotonic() - started)
+    return _finish(directory, e.steps, len(tasks), spent, time.monotonic() - started)
 
 
-def _finish(directory: Path, steps: int, tasks: int, ledger: dict[str, int], seconds: float) -> dict[str, Any]:
+def _finish(directory: Path, steps: int, tasks: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
     summary = {
         "steps": steps,
         "tasks": tasks,
-        "rollouts": ledger.pop("rollouts"),
-        "tokens": ledger,
+        "rollouts": spent.rollouts,
+        "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
         "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
         "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
         "checkpoint": str(directory / "checkpoint"),

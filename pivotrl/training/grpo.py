@@ -11,9 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from pivotrl.config import Algorithm, Config
+from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.evaluation.watch import Watcher
 from pivotrl.generation.engine import Engine
@@ -23,14 +21,16 @@ from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.profiling.fingerprint import require_same
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import present_fingerprint, read_turns
-from pivotrl.rollouts import Rollout
+from pivotrl.rollouts import Rollout, TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
-from pivotrl.training.batch import Sample, make_batch, make_objective
+from pivotrl.training.batch import Batch, Scored, make_batch
 from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
+from pivotrl.training.nonfinite import NonFiniteSteps
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.update import needs_reference, optimizer_steps, update
 
 GATE_ROLLOUTS = 16  # of the first batch; enough to see a wrong temperature, position or weight
 
@@ -62,29 +62,13 @@ def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int) -> N
         )
 
 
-def open_gate(policy: MegatronPolicy, samples: Sequence[Sample], cfg: Config, when: str) -> Mismatch:
+def open_gate(policy: MegatronPolicy, rollouts: Sequence[Scored], cfg: Config, when: str) -> Mismatch:
     """Compare the trainer's log-probs of sampled tokens with the engine's; raises MismatchError beyond the limit."""
-    checked = samples[:GATE_ROLLOUTS]
+    checked = rollouts[:GATE_ROLLOUTS]
     trainer = policy.logprobs([s.sequence for s in checked], cfg.sampling.temperature)
     found = Mismatch.of([t.tolist() for t in trainer], [s.logprobs for s in checked])
     require_agreement(found, limit_for(cfg.precision.policy, cfg.generation.max_mismatch), when)
     return found
-
-
-def reference_logprobs(policy: MegatronPolicy, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
-    with policy.reference():
-        return policy.logprobs([s.sequence for s in samples], temperature)
-
-
-def update(policy: MegatronPolicy, samples: list[Sample], algorithm: Algorithm, temperature: float) -> dict[str, float]:
-    """One optimiser step on the samples: strictly on-policy, so the old log-probs are the current ones (ratio 1)."""
-    reference = reference_logprobs(policy, samples, temperature) if algorithm.kl_beta > 0 else None
-    objective = make_objective(samples, algorithm, old=None, reference=reference)
-    stats = policy.train_step([s.sequence for s in samples], objective, temperature)
-    tokens = stats["target_tokens"]
-    for name in [n for n in stats if n.endswith("_sum")]:
-        stats[name.removesuffix("_sum")] = stats.pop(name) / tokens
-    return stats
 
 
 def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
@@ -103,11 +87,11 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         cfg.precision,
         a.optimizer,
         max_length=cfg.model.context_length,
-        total_steps=a.steps,
+        total_steps=a.steps * optimizer_steps(a),
         seed=cfg.seed,
-        keep_reference=a.kl_beta > 0,
+        keep_reference=needs_reference(a),
     )
-    ledger = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+    spent, nonfinite = TokenCounts(), NonFiniteSteps(directory, a.optimizer.max_nonfinite_steps)
     (directory / "rollouts.jsonl").unlink(missing_ok=True)
     with (
         bench.engine() as engine,
@@ -117,61 +101,72 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
         watcher = Watcher(cfg, run_dir, bench, directory)
         watcher.look(engine, 0, 0)
+        version = engine.weight_version  # of updates: a step that changes no weights is not followed by a refit
         for step in range(a.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
             seeds = [seed_for(cfg.seed, "train", step, slot) for slot in range(len(drawn))]
             groups = roller.groups(drawn, a.group_size, seeds)
-            check_weight_version(groups, step)
-            _record(directory, step, groups, ledger)
+            check_weight_version(groups, version)
+            used = _record(directory, step, groups)
+            spent += used
             metrics = {"seconds_generate": time.monotonic() - clock}
             batch = make_batch(drawn, groups, a)
-            if step == 0 and batch.samples:
-                metrics["gate_mismatch"] = open_gate(policy, batch.samples, cfg, "before the first step").mean
-            metrics |= batch.metrics | learn(policy, engine, batch.samples, cfg, step)
-            tracker.log(step, metrics | {"seconds": time.monotonic() - clock})
-            watcher.look(engine, step + 1, ledger["rollouts"], last=step + 1 == a.steps)
+            if step == 0 and batch.rollouts:
+                metrics["gate_mismatch"] = open_gate(policy, batch.rollouts, cfg, "before the first step").mean
+            stats, version = learn(policy, engine, batch, cfg, step, nonfinite, version)
+            metrics |= batch.metrics | stats | {"seconds": time.monotonic() - clock}
+            metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
+            tracker.log(step, metrics)
+            watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
-    return _finish(directory, cfg, len(states), ledger, time.monotonic() - started)
+    return _finish(directory, cfg, len(states), spent, time.monotonic() - started)
 
 
-def learn(policy: MegatronPolicy, engine: Engine, samples: list[Sample], cfg: Config, step: int) -> dict[str, float]:
-    """Update and refit. A batch without any advantage is a named skip: no optimiser step, weights as they were."""
+def learn(
+    policy: MegatronPolicy,
+    engine: Engine,
+    batch: Batch,
+    cfg: Config,
+    step: int,
+    nonfinite: NonFiniteSteps,
+    version: int,
+) -> tuple[dict[str, float], int]:
+    """Update and refit; returns the metrics and the version of the weights that the engine then has.
+
+    Where no optimiser step was taken (no signal in the batch, or a non-finite step) the weights are as they were, and
+    the engine is left alone.
+    """
+    stats, changed = update(policy, batch, cfg, step, nonfinite)
+    if "mismatch_abs" in stats and not stats["nonfinite"]:
+        limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
+        found = Mismatch(stats["mismatch_abs"], stats["mismatch_max"], (-1, -1, float("nan"), float("nan")))
+        require_agreement(found, limit, f"at step {step}")
+    if not changed:
+        return stats, version
     clock = time.monotonic()
-    if not samples:
-        engine.refit(policy.hf_weights(), version=step + 1)
-        return {"skipped": 1.0}
-    stats = update(policy, samples, cfg.algorithm, cfg.sampling.temperature)
-    limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
-    found = Mismatch(stats["mismatch_abs"], float("nan"), (-1, -1, float("nan"), float("nan")))
-    require_agreement(found, limit, f"at step {step}")
-    stats["seconds_train"] = time.monotonic() - clock
-    clock = time.monotonic()
-    engine.refit(policy.hf_weights(), version=step + 1)
+    engine.refit(policy.hf_weights(), version=version + 1)
     stats["seconds_refit"] = time.monotonic() - clock
-    return stats
+    return stats, version + 1
 
 
-def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]], ledger: dict[str, int]) -> None:
+def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> TokenCounts:
     rollouts = [r for group in groups for r in group]
     append_jsonl(directory / "rollouts.jsonl", [{"step": step, **r.to_json()} for r in rollouts])
-    ledger["rollouts"] += len(rollouts)
-    ledger["prompt"] += sum(r.prompt_tokens for r in rollouts)
-    ledger["cached"] += sum(r.completion.cached_prompt_tokens for r in rollouts)
-    ledger["generated"] += sum(len(r.completion.token_ids) for r in rollouts)
+    return TokenCounts.of(rollouts)
 
 
-def _finish(directory: Path, cfg: Config, pivots: int, ledger: dict[str, int], seconds: float) -> dict[str, Any]:
+def _finish(directory: Path, cfg: Config, pivots: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
     summary = {
         "steps": cfg.algorithm.steps,
         "pivots": pivots,
-        "rollouts": ledger.pop("rollouts"),
-        "tokens": ledger,
-        "reward_first": sum(r["reward"] for r in rows[:window]) / window,
-        "reward_last": sum(r["reward"] for r in rows[-window:]) / window,
+        "rollouts": spent.rollouts,
+        "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
+        "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
+        "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
         "checkpoint": str(directory / "checkpoint"),
         "seconds": seconds,
     }

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pivotrl.config import Config, Sft
+from pivotrl.config import Config, Precision, Sft
 from pivotrl.errors import UserError
 from pivotrl.evaluation.drift import kl_to_start
 from pivotrl.io import write_json
@@ -28,18 +28,29 @@ from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
 from pivotrl.training.checkpoint import export
+from pivotrl.training.metrics import StepSums
+from pivotrl.training.nonfinite import NonFiniteSteps, suspects
 from pivotrl.training.objective import SftObjective, token_weights
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.throughput import Work, memory
 from pivotrl.trajectories.schema import Turn
 
 KL_ROLLOUTS = 64  # of the profile, on which sft.max_kl is measured after every step
 
 
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and its demonstrated action, which alone carries loss."""
+
+    turn_id: str
+    sequence: TokenSequence
+
+
 def demonstrations(
     turns: Sequence[Turn], renderer: Renderer, context_length: int
-) -> tuple[list[list[TokenSequence]], int]:
-    """One list of (prompt, action) sequences per trajectory, and how many turns were beyond the context (left out)."""
-    by_trajectory: dict[str, list[TokenSequence]] = defaultdict(list)
+) -> tuple[list[list[Demonstration]], int]:
+    """One list of demonstrations per trajectory, and how many turns were beyond the context (left out)."""
+    by_trajectory: dict[str, list[Demonstration]] = defaultdict(list)
     beyond = 0
     for turn in turns:
         prompt = renderer.prompt_ids(turn.messages, turn.tools)
@@ -47,14 +58,30 @@ def demonstrations(
         if len(prompt) + len(action) > context_length:
             beyond += 1
         else:
-            by_trajectory[turn.trajectory_id].append(TokenSequence.of(prompt, action))
+            by_trajectory[turn.trajectory_id].append(Demonstration(turn.id, TokenSequence.of(prompt, action)))
     return list(by_trajectory.values()), beyond
 
 
-def sft_step(policy: MegatronPolicy, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-    """One optimiser step on the mean negative log-likelihood of all action tokens."""
+def sft_step(
+    policy: MegatronPolicy, rows: Sequence[Demonstration], step: int, precision: Precision, nonfinite: NonFiniteSteps
+) -> dict[str, float]:
+    """One optimiser step on the mean negative log-likelihood of all action tokens.
+
+    A non-finite step leaves the weights, and is counted; raises NonFiniteError when there were too many.
+    """
+    clock = time.monotonic()
+    sequences = [row.sequence for row in rows]
     weights = token_weights([len(s.targets) for s in sequences], "token_mean")
-    return policy.train_step(list(sequences), SftObjective(torch.tensor(weights)), temperature=1.0)
+    stats = policy.train_step(sequences, SftObjective(torch.tensor(weights)), temperature=1.0)
+    seconds = time.monotonic() - clock
+    if stats["skipped"]:
+        ids = [row.turn_id for row in rows]
+        nonfinite.record(step, stats, ids, suspects(ids, [policy.logprobs(sequences, temperature=1.0)]))
+    sums, work = StepSums(), Work.of(policy)
+    sums.add(stats)
+    work.train(stats["tokens_unique"], stats["target_tokens"])
+    speed = {"seconds_train": seconds, "train_tokens_per_second": stats["tokens_unique"] / seconds}
+    return sums.finish() | speed | memory() | work.mfu(seconds, precision)
 
 
 class KlStop:
@@ -101,11 +128,12 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
     )
     stop = KlStop(cfg, run_dir, bench.renderer, policy) if settings.max_kl is not None else None
     sampler = EpochSampler(rows, min(settings.trajectories_per_step, len(rows)), cfg.seed)
-    tokens = taken = 0
+    tokens, taken, nonfinite = 0, 0, NonFiniteSteps(directory, settings.optimizer.max_nonfinite_steps)
     with Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=0) as tracker, progress(steps, stage) as bar:
         for step in range(steps):
             clock = time.monotonic()
-            stats = sft_step(policy, [s for trajectory in sampler.draw(step) for s in trajectory])
+            drawn = [row for trajectory in sampler.draw(step) for row in trajectory]
+            stats = sft_step(policy, drawn, step, cfg.precision, nonfinite)
             tokens += int(stats["tokens_unique"])
             taken = step + 1
             if stop is not None:

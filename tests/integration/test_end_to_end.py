@@ -34,7 +34,7 @@ def test_all_turns_of_an_episode_share_its_advantage():
     groups = [[result("a", 0, True, 3), result("a", 1, False, 1)], [result("b", 0, True), result("b", 1, True)]]
     turns = end_to_end.episode_turns(groups, ALGORITHM)
     # Normalised over episodes, not over turns: the long success weighs as much as the short failure in the mean.
-    assert [round(t.advantage, 3) for t in turns] == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [round(t.fixed_advantage, 3) for t in turns] == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
     assert all(t.sequence.token_ids[-2:] == (7, 8) and len(t.sequence.targets) == 2 for t in turns)
     metrics = end_to_end.group_metrics(groups)
     assert (metrics["reward"], metrics["group_std"], metrics["mixed_groups"]) == (0.75, 0.25, 0.5)

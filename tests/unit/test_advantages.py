@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pivotrl.training.advantages import RULES, advantages
@@ -37,6 +37,7 @@ def test_finite_and_bounded_where_others_do_not_vary(rule, group):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
+@settings(deadline=None, max_examples=50)
 @given(group=rewards)
 def test_equal_rewards_give_exact_zeros(rule, group):
     # Proposition 3.1
@@ -46,6 +47,7 @@ def test_equal_rewards_give_exact_zeros(rule, group):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
+@settings(deadline=None, max_examples=50)
 @given(group=rewards)
 def test_unscorable_takes_no_part(rule, group):
     values = advantages(group, rule)
@@ -57,3 +59,28 @@ def test_unscorable_takes_no_part(rule, group):
 def test_a_verifier_error_does_not_become_a_failure():
     # field report C12: one of four unscorable
     assert close([v for v in advantages([1.0, None, 0.0, 0.0], "group") if v is not None], [1.4142, -0.7071, -0.7071])
+
+
+def test_sample_std_has_a_name_of_its_own():
+    # field report C3
+    assert close(advantages([1, 1, 1, 0, 0, 0, 0, 0], "group_sample"), [1.2076] * 3 + [-0.7246] * 5)
+
+
+def test_leave_one_out_without_a_scale():
+    assert close(advantages([1, 0, 0, 0], "leave_one_out_mean"), [1.0] + [-1 / 3] * 3)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_penalties_do_not_enter_the_scale(rule):
+    """Small KL differences in a group of equal rewards stay small: they are not blown up to a deviation of 1."""
+    values = advantages([1.0, None, 1.0, 1.0], rule, penalties=[0.003, 9.0, 0.0, 0.0])
+    assert values[1] is None
+    assert values[0] is not None
+    assert -0.0031 < values[0] < -0.0019
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@settings(deadline=None, max_examples=50)
+@given(group=st.lists(st.floats(0, 1), min_size=2, max_size=8))
+def test_no_penalty_changes_nothing(rule, group):
+    assert advantages(group, rule, penalties=[0.0] * len(group)) == advantages(group, rule)
