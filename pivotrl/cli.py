@@ -182,7 +182,7 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     directory = run_dir / place
     with hold(run_dir / ".locks" / place.replace("/", "-")):
         record = stage_state.record_of(cfg, stage, run_dir)
-        if place != stage and (why := stage_state.changes(run_dir / stage, record)):
+        if stage == "profile" and place != stage and (why := stage_state.changes(run_dir / stage, record)):
             raise UserError(
                 f"{run_dir / stage} holds a {stage} of another configuration, which the shards' merge would replace:\n"
                 + "\n".join(f"  {line}" for line in why)

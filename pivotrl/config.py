@@ -197,6 +197,7 @@ class Algorithm:
     # One optimiser step a batch (1 and 1) is strictly on-policy: the ratio is 1 and no clip is ever active.
     epochs: int = 1  # passes over the batch of a step
     minibatches: int = 1  # optimiser steps of a pass, each on its own groups with its own denominator
+    reward: str = "functional"  # "functional" (domain.verifier) | "strict" (equal to the demonstration, eq. 2)
     allow_foreign_profile: bool = False  # train on a profile made by another policy, template or verifier
     optimizer: Optimizer = field(default_factory=Optimizer)
 
@@ -205,6 +206,7 @@ class Algorithm:
 class Sft:
     steps: int | None = None  # None: as many optimiser steps as `algorithm.steps`; 0: the stage is a no-op
     trajectories_per_step: int = 16
+    max_kl: float | None = None  # of `sft`: stop at this KL to pi_0 (per token, on its own profiled rollouts)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-5))
 
 
@@ -212,9 +214,49 @@ class Sft:
 class Evaluate:
     tasks: int = 50  # environment test tasks, or held-out turns where there is no environment
     trials: int = 1  # sampled episodes a task, beside one greedy
-    ood_path: str | None = None  # JSONL of multiple-choice rows (HellaSwag shape); None: skipped, said so
-    ood_rows: int = 100
+    split: str = "test"  # "test" | "validation": held-out tasks of the train side, on which choices are made
+    # Unrelated questions: a JSONL file, a folder or a glob; multiple choice, exact answers, instructions (by their
+    # fields). None: skipped, said so.
+    ood_path: str | None = None
+    ood_rows: int = 100  # of each file
+    ood_max_new_tokens: int = 128  # of answers that are generated
+    drift: int = 0  # unrelated prompts, and profiled rollouts, on which KL to pi_0 and order are measured; 0: off
     policies: list[str] = field(default_factory=lambda: ["base", "sft", "pivotrl"])
+
+
+@dataclass
+class Watch:
+    """Success of the policy while it trains, for curves against rollouts and seconds. Never changes the training."""
+
+    every: int = 0  # steps between two looks, beside one before the first; 0: off
+    tasks: int = 24
+    split: str = "validation"  # as evaluate.split
+
+
+@dataclass
+class EndToEnd:
+    """The baseline of `pivotrl e2e`: GRPO on whole episodes. Loss, advantage and optimizer are those of `algorithm`."""
+
+    steps: int = 20
+    tasks_per_step: int = 4
+    group_size: int = 8  # episodes of a task
+
+
+@dataclass
+class Benchmark:
+    """A benchmark of the paper, driven through its own harness against a served checkpoint (docs/benchmarks.md)."""
+
+    name: str | None = None  # tau2 | swe_bench | terminal_bench | browsecomp | lm_eval; None: `evaluate` as usual
+    policy: str = "pivotrl"  # which of evaluate.policies is served, where base_url is null
+    base_url: str | None = None  # of a served model (OpenAI-compatible, ends in /v1); None: it is served for the run
+    model: str = "pivotrl"  # its name there
+    api_key: str = "EMPTY"
+    tasks: int | None = None  # how many; None: the whole benchmark
+    trials: int = 3  # of a task, where the harness repeats (the paper's values are means of 3)
+    concurrency: int = 8
+    options: dict[str, Any] = field(default_factory=dict)  # of the harness; docs/benchmarks.md lists them
+    max_hours: float = 24.0
+    serve_arguments: list[str] = field(default_factory=list)  # further words for the server
 
 
 @dataclass
@@ -288,7 +330,10 @@ class Config:
     algorithm: Algorithm = field(default_factory=Algorithm)
     warmup: Sft = field(default_factory=lambda: Sft(steps=0))
     sft: Sft = field(default_factory=Sft)
+    end_to_end: EndToEnd = field(default_factory=EndToEnd)
+    watch: Watch = field(default_factory=Watch)
     evaluate: Evaluate = field(default_factory=Evaluate)
+    benchmark: Benchmark = field(default_factory=Benchmark)
     tracking: Tracking = field(default_factory=Tracking)
     cluster: Cluster = field(default_factory=Cluster)
     run: Run = field(default_factory=Run)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pivotrl.config import Config
+from pivotrl.config import Config, VerifierConfig
 from pivotrl.generation.engine import Sampling
 from pivotrl.models.builtin import resolve_model
 from pivotrl.rendering.chat import Renderer
@@ -55,6 +55,10 @@ class Workbench:
             open_verifier(cfg.domain.verifier),
             Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
         )
+
+    def training_verifier(self) -> Verifier:
+        """What scores rollouts in training: the domain's, which profiled them, or strict equality (naive local RL)."""
+        return self.verifier if self.cfg.algorithm.reward == "functional" else open_verifier(VerifierConfig("strict"))
 
     @contextmanager
     def engine(self) -> Iterator[VllmEngine]:

@@ -13,6 +13,7 @@ from typing import Any
 from pivotrl import algorithm_checks
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
+from pivotrl.evaluation.harnesses import HARNESSES
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
@@ -25,6 +26,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
     "select.set": ("cand", "mixed", "adv", "adv_zeros"),
     "select.rank": ("signal", "random"),
+    "algorithm.reward": ("functional", "strict"),
+    "evaluate.split": ("test", "validation"),
+    "watch.split": ("test", "validation"),
+    "benchmark.name": tuple(HARNESSES),
+    "benchmark.policy": ("base", "sft", "pivotrl", "e2e"),
     "algorithm.optimizer.schedule": ("constant", "linear"),
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
@@ -55,6 +61,15 @@ _POSITIVE = (
     "select.min_unique_actions",
     "select.max_per_trajectory",
     "select.max_pivots",
+    "end_to_end.steps",
+    "end_to_end.tasks_per_step",
+    "watch.tasks",
+    "evaluate.ood_max_new_tokens",
+    "benchmark.tasks",
+    "benchmark.trials",
+    "benchmark.concurrency",
+    "benchmark.max_hours",
+    "sft.max_kl",
     "warmup.trajectories_per_step",
     "sft.trajectories_per_step",
     "evaluate.tasks",
@@ -76,9 +91,11 @@ _NOT_NEGATIVE = (
     "sft.steps",
     "evaluate.trials",
     "evaluate.ood_rows",
+    "evaluate.drift",
+    "watch.every",
     "cluster.gpus_per_node",
 )
-_POLICIES = ("base", "sft", "pivotrl")
+_POLICIES = ("base", "sft", "pivotrl", "e2e")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.
 _BUILTIN_SHAPES = {"smollm2-135m": {"heads": 9, "kv_heads": 3, "layers": 30, "positions": 8192}}
 
@@ -224,6 +241,10 @@ def _method(cfg: Config) -> Iterator[str]:
     k, group = cfg.profile.rollouts_per_turn, cfg.algorithm.group_size
     if k < 2:
         yield f"profile.rollouts_per_turn={k}: a variance needs at least 2 rollouts a turn"
+    if cfg.end_to_end.group_size < 2:
+        yield f"end_to_end.group_size={cfg.end_to_end.group_size}: a group advantage needs at least 2 episodes a task"
+    if cfg.watch.every and cfg.environment.name is None:
+        yield "watch.every needs an environment whose tasks are played (environment=outfitters)"
     if group < 2:
         yield f"algorithm.group_size={group}: a group advantage needs at least 2 actions a pivot"
     if cfg.sampling.temperature == 0 and (k > 1 or group > 1):
@@ -341,9 +362,10 @@ def _batches(cfg: Config, world: int, stages: list[str]) -> Iterator[str]:
         "train": "algorithm.pivots_per_step",
         "warmup": "warmup.trajectories_per_step",
         "sft": "sft.trajectories_per_step",
+        "e2e": "end_to_end.tasks_per_step",
     }
     for stage, key in sizes.items():
-        steps = "algorithm.steps" if stage == "train" else f"{stage}.steps"
+        steps = {"train": "algorithm.steps", "e2e": "end_to_end.steps"}.get(stage, f"{stage}.steps")
         if stage in stages and get(cfg, steps) != 0 and get(cfg, key) % data:
             yield f"{key}={get(cfg, key)} is not a multiple of the data-parallel size {data} (world {world} / {dense})"
 
@@ -360,6 +382,6 @@ def _files(cfg: Config, stages: list[str]) -> list[str]:
         elif t.path is not None and not glob.glob(t.path):
             found.append(f"trajectories.path={t.path}: no such file or folder, and no match as a glob")
     ood = cfg.evaluate.ood_path
-    if "evaluate" in stages and ood is not None and not Path(ood).is_file():
-        found.append(f"evaluate.ood_path={ood}: no such file")
+    if "evaluate" in stages and ood is not None and not (Path(ood).exists() or glob.glob(ood)):
+        found.append(f"evaluate.ood_path={ood}: no such file or folder, and no match as a glob")
     return found

@@ -48,7 +48,7 @@ def load(run_dir: Path) -> RunData:
     pivots = run_dir / "select" / "pivots.jsonl"
     if pivots.is_file():
         data.pivots = {str(row.get("turn_id", row.get("id"))) for row in whole_rows(pivots)}
-    for stage in ("warmup", "train", "sft"):
+    for stage in ("warmup", "train", "sft", "e2e"):
         if rows := last_of_each_step(whole_rows(run_dir / stage / "metrics.jsonl")):
             data.metrics[stage] = rows
     data.examples = _examples(data)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pivotrl.config import Config
 from pivotrl.errors import UserError
+from pivotrl.evaluation.watch import Watcher
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, read_json, read_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
@@ -103,7 +104,9 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
         progress(a.steps, "train") as bar,
     ):
-        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
+        roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
+        watcher = Watcher(cfg, run_dir, bench, directory)
+        watcher.look(engine, 0, 0)
         version = engine.weight_version  # of updates: a step that changes no weights is not followed by a refit
         for step in range(a.steps):
             clock = time.monotonic()
@@ -117,16 +120,17 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             batch = make_batch(drawn, groups, a)
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = open_gate(policy, batch.rollouts, cfg, "before the first step").mean
-            stats, version = _step(policy, engine, batch, cfg, step, nonfinite, version)
+            stats, version = learn(policy, engine, batch, cfg, step, nonfinite, version)
             metrics |= batch.metrics | stats | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
             tracker.log(step, metrics)
+            watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
     return _finish(directory, cfg, len(states), spent, time.monotonic() - started)
 
 
-def _step(
+def learn(
     policy: MegatronPolicy,
     engine: Engine,
     batch: Batch,

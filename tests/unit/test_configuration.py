@@ -47,7 +47,7 @@ def test_all_unknown_keys_are_told_together() -> None:
 def test_unknown_choice_lists_and_suggests() -> None:
     text = message("domain=tau")
     assert "Did you mean 'tau2'?" in text
-    assert "conversational, outfitters, search, swe, tau2, terminal" in text
+    assert "conversational, outfitters, search, shell_tasks, swe, tau2, terminal" in text
 
 
 def test_misspelt_group_suggests() -> None:
