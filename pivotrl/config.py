@@ -84,7 +84,8 @@ class Generation:
     gpu_memory_utilization: float = 0.6
     tensor_parallel: int = 1
     enforce_eager: bool = True
-    verify_refit: bool = True  # names, shapes and finiteness are always checked; this adds served checksums
+    verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent
+    verify_every: int = 10  # n of "every_n"; names, shapes and finiteness are checked at each refit in any case
     max_mismatch: float | None = None  # mean |trainer - engine| log-prob; None: 1e-4 in fp32, 0.1 otherwise
 
 

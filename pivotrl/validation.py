@@ -31,6 +31,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
     "cluster.container.kind": ("none", "pyxis", "apptainer"),
+    "generation.verify_refit": ("always", "every_n", "off"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
 _POSITIVE = (
@@ -47,6 +48,7 @@ _POSITIVE = (
     "generation.max_sequences",
     "generation.kv_cache_gib",
     "generation.tensor_parallel",
+    "generation.verify_every",
     "generation.max_mismatch",
     "profile.max_turns",
     "profile.adaptive.round",

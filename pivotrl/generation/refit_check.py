@@ -10,6 +10,7 @@ import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import RefitError
@@ -78,8 +79,11 @@ class RefitCheck:
         if tuple(shape) != want:
             raise RefitError(f"refit: weight {name!r} has shape {tuple(shape)}, the engine's model expects {want}")
         if not finite:
-            raise RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
+            self.refuse_non_finite(name)
         self.seen.add(name)
+
+    def refuse_non_finite(self, name: str) -> NoReturn:
+        raise RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
 
     def finish(self) -> None:
         """Raises RefitError listing what was not sent."""
