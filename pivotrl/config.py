@@ -86,6 +86,7 @@ class Generation:
     enforce_eager: bool = True
     verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent
     verify_every: int = 10  # n of "every_n"; names, shapes and finiteness are checked at each refit in any case
+    routed_experts: bool = False  # completions carry the experts that each token was routed to
     max_mismatch: float | None = None  # mean |trainer - engine| log-prob; None: 1e-4 in fp32, 0.1 otherwise
 
 

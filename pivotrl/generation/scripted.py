@@ -54,6 +54,15 @@ class ScriptedEngine(StatefulEngine):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Numbers that depend on weights and tokens alone."""
+        self._state.require_generate()
+        digest = weight_digest(self.weights)
+        return [
+            [-_unit_interval((digest, tuple(prompt), tuple(ids[: i + 1]))) for i in range(len(ids))]
+            for prompt, ids in zip(prompts, continuations, strict=True)
+        ]
+
     def _sleep(self, discard_weights: bool) -> None:
         self._reset_prefix_cache()
 
@@ -123,6 +132,9 @@ class ReplayEngine(StatefulEngine):
         self._state.require_generate()
         check_request(prompts, n, seeds)
         return [self._take(tuple(prompt), i, n) for i, prompt in enumerate(prompts)]
+
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise UserError("replay: recorded rollouts cannot score other tokens; use an engine with a model")
 
     def _sleep(self, discard_weights: bool) -> None:
         pass

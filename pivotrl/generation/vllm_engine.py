@@ -90,6 +90,8 @@ class VllmEngine(StatefulEngine):
             "seed": seed,
             "use_tqdm_on_load": False,
         }
+        if generation.routed_experts:
+            arguments["enable_return_routed_experts"] = True
         if self._on_cpu:
             # a chunk of a seeded prompt rewinds its generator, which CPU generators cannot do (RuntimeError)
             arguments["enable_chunked_prefill"] = False
@@ -132,13 +134,17 @@ class VllmEngine(StatefulEngine):
         check_token_ids(prompts, self._vocabulary)
         if not prompts:
             return []
+        # prompts that share a history are neighbours: its blocks are still cached when the next one comes
+        order = sorted(range(len(prompts)), key=lambda i: prompts[i])
         # one request per sample (vLLM's own n= does the same inside): it reports each one's cached tokens and takes
         # seeds that are not neighbours
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
-        params = [self._params(sampling, sample_seed(seed, k)) for seed in seeds for k in range(n)]
+        requests = [{"prompt_token_ids": list(prompts[i])} for i in order for _ in range(n)]
+        params = [self._params(sampling, sample_seed(seeds[i], k)) for i in order for k in range(n)]
         outputs = self._llm.generate(requests, params, use_tqdm=False)
         completions = [self._completion(output) for output in outputs]
-        groups = [completions[i : i + n] for i in range(0, len(completions), n)]
+        groups: list[list[Completion]] = [[]] * len(prompts)
+        for place, i in enumerate(order):
+            groups[i] = completions[place * n : (place + 1) * n]
         _refuse_non_finite(groups)
         return groups
 
@@ -165,13 +171,12 @@ class VllmEngine(StatefulEngine):
         if not self._on_cpu:
             self._llm.wake_up()  # what is still asleep: the KV cache, and the weights if they were kept
 
-    def _load(self, weights: Iterable[tuple[str, Tensor | Shard]], version: int) -> None:
-        """Asleep, wakes the weights only (the KV cache stays given back until `wake`).
-
-        Every tensor is checked before it is loaded; a list or tuple is checked whole before anything is.
-        """
-        if not self._on_cpu and self._llm.llm_engine.is_sleeping():
+    def _wake_weights(self) -> None:
+        if not self._on_cpu:
             self._llm.wake_up(tags=["weights"])
+
+    def _load(self, weights: Iterable[tuple[str, Tensor | Shard]], version: int) -> None:
+        """Every tensor is checked before it is loaded; a list or tuple is checked whole before anything is."""
         report = self._refit.run(weights, version)
         self._reset_prefix_cache()
         self.last_refit = report or self.last_refit
@@ -205,7 +210,12 @@ class VllmEngine(StatefulEngine):
         if tuple(logprobs.token_ids) != ids:
             raise RuntimeError("the engine's log-probs are not those of its sampled tokens (unknown vLLM version?)")
         return Completion(
-            ids, tuple(logprobs.logprobs), sample.finish_reason, self.weight_version, output.num_cached_tokens or 0
+            ids,
+            tuple(logprobs.logprobs),
+            sample.finish_reason,
+            self.weight_version,
+            output.num_cached_tokens or 0,
+            sample.routed_experts,
         )
 
     def _reset_prefix_cache(self) -> None:

@@ -8,10 +8,13 @@ fastest). The engine's boxes are those that vLLM's own loaders cut out of a whol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pivotrl.errors import UserError
-from pivotrl.models.dims import Dims
-from pivotrl.models.mapping import Entry
+
+if TYPE_CHECKING:
+    from pivotrl.models.dims import Dims
+    from pivotrl.models.mapping import Entry
 
 Box = tuple[tuple[int, int], ...]
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it splits it

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
 from pivotrl.training.batch import Sample, make_batch, make_objective
+from pivotrl.training.canary import canary_logprobs, check_canary
 from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
+from pivotrl.training.handover import Handover
 from pivotrl.training.sampling import EpochSampler
 
 GATE_ROLLOUTS = 16  # of the first batch; enough to see a wrong temperature, position or weight
@@ -106,6 +109,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         seed=cfg.seed,
         keep_reference=a.kl_beta > 0,
     )
+    handover = Handover(policy)
     ledger = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
     (directory / "rollouts.jsonl").unlink(missing_ok=True)
     with (
@@ -118,34 +122,42 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             clock = time.monotonic()
             drawn = sampler.draw(step)
             seeds = [seed_for(cfg.seed, "train", step, slot) for slot in range(len(drawn))]
-            groups = roller.groups(drawn, a.group_size, seeds)
+            groups = handover.generate(engine, partial(roller.groups, drawn, a.group_size, seeds))
             check_weight_version(groups, step)
             _record(directory, step, groups, ledger)
             metrics = {"seconds_generate": time.monotonic() - clock}
             batch = make_batch(drawn, groups, a)
             if step == 0 and batch.samples:
                 metrics["gate_mismatch"] = open_gate(policy, batch.samples, cfg, "before the first step").mean
-            metrics |= batch.metrics | _step(policy, engine, batch.samples, cfg, step)
-            tracker.log(step, metrics | {"seconds": time.monotonic() - clock})
+            metrics |= batch.metrics | _step(policy, engine, handover, batch.samples, cfg, step)
+            tracker.log(step, metrics | handover.ledger.metrics() | {"seconds": time.monotonic() - clock})
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
     return _finish(directory, cfg, len(states), ledger, time.monotonic() - started)
 
 
-def _step(policy: MegatronPolicy, engine: Engine, samples: list[Sample], cfg: Config, step: int) -> dict[str, float]:
+def _step(
+    policy: MegatronPolicy, engine: Engine, handover: Handover, samples: list[Sample], cfg: Config, step: int
+) -> dict[str, float]:
     """Update and refit. A batch without any advantage is a named skip: no optimiser step, weights as they were."""
     clock = time.monotonic()
     if not samples:
-        engine.refit(policy.hf_weights(), version=step + 1)
+        with handover.training():
+            pass
+        handover.to_engine(engine, version=step + 1)
         return {"skipped": 1.0}
-    stats = update(policy, samples, cfg.algorithm, cfg.sampling.temperature)
+    with handover.training():
+        stats = update(policy, samples, cfg.algorithm, cfg.sampling.temperature)
+        canary = canary_logprobs(policy, samples[0].sequence) if handover.refits == 0 else None
     limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
     found = Mismatch(stats["mismatch_abs"], float("nan"), (-1, -1, float("nan"), float("nan")))
     require_agreement(found, limit, f"at step {step}")
     stats["seconds_train"] = time.monotonic() - clock
     clock = time.monotonic()
-    engine.refit(policy.hf_weights(), version=step + 1)
+    handover.to_engine(engine, version=step + 1)
     stats["seconds_refit"] = time.monotonic() - clock
+    if canary is not None:
+        stats["canary_mismatch"] = check_canary(engine, samples[0].sequence, canary, limit).mean
     return stats
 
 
