@@ -122,7 +122,18 @@ def test_the_whole_cycle_has_the_documented_order() -> None:
         pass
     handover.to_engine(engine, 1)
     assert device.log == (
-        "-weights -cache +parameters +gradients +optimizer -gradients -optimizer +weights -parameters +cache".split()
+        [
+            "-weights",
+            "-cache",
+            "+parameters",
+            "+gradients",
+            "+optimizer",
+            "-gradients",
+            "-optimizer",
+            "+weights",
+            "-parameters",
+            "+cache",
+        ]
     )
 
 
