@@ -16,6 +16,7 @@ from pivotrl.verifiers.base import Verifier
 from pivotrl.verifiers.registry import get_verifier
 
 if TYPE_CHECKING:
+    from pivotrl.generation.server_engine import ServerEngine
     from pivotrl.generation.vllm_engine import VllmEngine
 
 
@@ -56,10 +57,22 @@ class Workbench:
             Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
         )
 
+    def server(self) -> ServerEngine:
+        """The server of `generation.server`, which must serve pi_0."""
+        from pivotrl.generation.server_engine import ServerEngine
+
+        assert self.cfg.generation.server is not None
+        return ServerEngine(
+            self.cfg.generation.server,
+            stop_token_ids=self.renderer.stop_token_ids,
+            max_length=self.cfg.model.context_length,
+        )
+
     @contextmanager
     def engine(self) -> Iterator[VllmEngine]:
         """A vLLM engine with pi_0's weights, closed at the end."""
-        from pivotrl.generation.vllm_engine import VllmEngine
+        from pivotrl.generation.server_engine import ServerEngine
+    from pivotrl.generation.vllm_engine import VllmEngine
 
         engine = VllmEngine(
             self.start_policy,

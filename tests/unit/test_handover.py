@@ -38,12 +38,13 @@ class Device:
         return self.most
 
 
-class FakeMemory:
-    SIZES = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER}
+SIZES = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER}
 
+
+class FakeMemory:
     def __init__(self, device: Device) -> None:
         self.device = device
-        for name, size in self.SIZES.items():
+        for name, size in SIZES.items():
             device.put(name, size)
 
     def release(self, *kinds: str, keep_gradients: bool) -> None:
@@ -52,7 +53,7 @@ class FakeMemory:
 
     def restore(self, *kinds: str) -> None:
         for kind in kinds:
-            self.device.put(kind, self.SIZES[kind])
+            self.device.put(kind, SIZES[kind])
 
 
 class FakeTrainer:
@@ -121,20 +122,8 @@ def test_the_whole_cycle_has_the_documented_order() -> None:
     with handover.training():
         pass
     handover.to_engine(engine, 1)
-    assert device.log == (
-        [
-            "-weights",
-            "-cache",
-            "+parameters",
-            "+gradients",
-            "+optimizer",
-            "-gradients",
-            "-optimizer",
-            "+weights",
-            "-parameters",
-            "+cache",
-        ]
-    )
+    gone, come = ["-weights", "-cache"], ["+parameters", "+gradients", "+optimizer"]
+    assert device.log == [*gone, *come, "-gradients", "-optimizer", "+weights", "-parameters", "+cache"]
 
 
 @pytest.mark.parametrize("first", ["wake_cache", "refit", "sleep", "train"])

@@ -138,7 +138,7 @@ def test_refusals_and_outages(fake: FakeVllm) -> None:
     with pytest.raises(UserError, match=r"does not serve 'x'; it serves \['m'\]"):
         ServerEngine(fake.url, "x")
     engine = ServerEngine(fake.url)
-    with pytest.raises(UserError, match="answered 400: .*token 63 is out of vocabulary"):
+    with pytest.raises(UserError, match=r"answered 400: .*token 63 is out of vocabulary"):
         engine.generate([[63]], SAMPLING, 1, [0])
     with pytest.raises(UserError, match=r"prompt 0 has 61 tokens; .*context_length=64"):
         engine.generate([[1] * 61], SAMPLING, 1, [0])
@@ -147,7 +147,7 @@ def test_refusals_and_outages(fake: FakeVllm) -> None:
     fake.busy = 99
     with pytest.raises(UserError, match="answered 503"):
         engine.generate([[5]], SAMPLING, 1, [0])
-    with pytest.raises(UserError, match="no answer .*is the server running there"):
+    with pytest.raises(UserError, match=r"no answer .*is the server running there"):
         ServerEngine("http://127.0.0.1:9")
 
 
