@@ -82,7 +82,7 @@ class Generation:
     max_sequences: int = 128  # in flight in one engine
     kv_cache_gib: int = 1  # CPU builds; GPUs use gpu_memory_utilization
     gpu_memory_utilization: float = 0.6
-    server: str | None = None  # URL of a vLLM server to profile with; None: an engine in this process
+    server: str | None = None  # URL of a vLLM server that serves pi_0, for profiling; None: an engine here
     tensor_parallel: int = 1
     enforce_eager: bool = True
     verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent

@@ -6,18 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pivotrl.config import Config
-from pivotrl.generation.engine import Sampling
+from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.models.builtin import resolve_model
 from pivotrl.rendering.chat import Renderer
 from pivotrl.verifiers.base import Verifier
 from pivotrl.verifiers.registry import get_verifier
-
-if TYPE_CHECKING:
-    from pivotrl.generation.server_engine import ServerEngine
-    from pivotrl.generation.vllm_engine import VllmEngine
 
 
 def start_policy(cfg: Config, run_dir: Path) -> Path:
@@ -57,31 +52,25 @@ class Workbench:
             Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
         )
 
-    def server(self) -> ServerEngine:
-        """The server of `generation.server`, which must serve pi_0."""
-        from pivotrl.generation.server_engine import ServerEngine
-
-        assert self.cfg.generation.server is not None
-        return ServerEngine(
-            self.cfg.generation.server,
-            stop_token_ids=self.renderer.stop_token_ids,
-            max_length=self.cfg.model.context_length,
-        )
-
     @contextmanager
-    def engine(self) -> Iterator[VllmEngine]:
-        """A vLLM engine with pi_0's weights, closed at the end."""
+    def engine(self) -> Iterator[Engine]:
+        """An engine with pi_0's weights, closed at the end: vLLM in this process, or the server that is configured."""
         from pivotrl.generation.server_engine import ServerEngine
-    from pivotrl.generation.vllm_engine import VllmEngine
+        from pivotrl.generation.vllm_engine import VllmEngine
 
-        engine = VllmEngine(
-            self.start_policy,
-            self.cfg.generation,
-            dtype=self.cfg.precision.engine,
-            max_length=self.cfg.model.context_length,
-            seed=self.cfg.seed,
-            stop_token_ids=list(self.renderer.stop_token_ids),
-        )
+        stop, length = list(self.renderer.stop_token_ids), self.cfg.model.context_length
+        engine: ServerEngine | VllmEngine
+        if self.cfg.generation.server is not None:
+            engine = ServerEngine(self.cfg.generation.server, stop_token_ids=stop, max_length=length)
+        else:
+            engine = VllmEngine(
+                self.start_policy,
+                self.cfg.generation,
+                dtype=self.cfg.precision.engine,
+                max_length=length,
+                seed=self.cfg.seed,
+                stop_token_ids=stop,
+            )
         try:
             yield engine
         finally:

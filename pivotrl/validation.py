@@ -156,6 +156,12 @@ def conflicts(
         found.append(
             f"generation.tensor_parallel={cfg.generation.tensor_parallel} does not divide the world size {world}"
         )
+    refits = [s.name for s in active if s.name in ("train", "evaluate")]
+    if cfg.generation.server is not None and refits:
+        found.append(
+            f"generation.server: {', '.join(refits)} load new weights into the engine, which a server's HTTP interface "
+            "alone cannot; use it for `pivotrl profile`, and generation.server=null for the other stages"
+        )
     if stage == "run" and cfg.profile.shard is not None:
         found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")
     return found + _files(cfg, stages)
