@@ -14,6 +14,7 @@ from pivotrl.config import Generation
 from pivotrl.errors import UserError
 from pivotrl.generation.base import StatefulEngine
 from pivotrl.generation.engine import Completion, NonFiniteLogprobs, Sampling
+from pivotrl.generation.data_parallel import gather_groups, share
 from pivotrl.generation.refit_check import ExpectedWeights
 from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
 from pivotrl.refit.layout import EngineLayout
@@ -39,8 +40,9 @@ class VllmEngine(StatefulEngine):
         seed: of the engine; samples are seeded one by one by `generate`.
         stop_token_ids: ids that end a completion (and are part of it). The model's own end ids are not added.
 
-    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes, each of which
-    makes the same calls with the same arguments.
+    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes; there are as many
+    engines as groups, which share the prompts of a call. Every process makes the same calls with the same arguments and
+    gets all completions.
     """
 
     def __init__(
@@ -136,6 +138,20 @@ class VllmEngine(StatefulEngine):
             return []
         # prompts that share a history are neighbours: its blocks are still cached when the next one comes
         order = sorted(range(len(prompts)), key=lambda i: prompts[i])
+        if self.layout.engines == 1:
+            return self._sample(prompts, sampling, n, seeds, order)
+        mine = share(order, int(os.environ["RANK"]) // self.layout.tensor, self.layout.engines)
+        return gather_groups(len(prompts), mine, lambda: self._sample(prompts, sampling, n, seeds, mine))
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        seeds: Sequence[int],
+        order: Sequence[int],
+    ) -> list[list[Completion]]:
+        """Completions of the prompts in `order`, at their places; the others' places stay empty."""
         # one request per sample (vLLM's own n= does the same inside): it reports each one's cached tokens and takes
         # seeds that are not neighbours
         requests = [{"prompt_token_ids": list(prompts[i])} for i in order for _ in range(n)]

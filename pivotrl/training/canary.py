@@ -6,10 +6,14 @@ right refit can have brought over: one rollout of the step, scored by both after
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pivotrl.generation.engine import Engine
-from pivotrl.policy.policy import MegatronPolicy
-from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.training.gate import Mismatch, require_agreement
+
+if TYPE_CHECKING:
+    from pivotrl.policy.policy import MegatronPolicy
+    from pivotrl.policy.prefix_tree import TokenSequence
 
 
 def canary_logprobs(policy: MegatronPolicy, sequence: TokenSequence) -> list[float]:

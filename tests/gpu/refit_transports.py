@@ -1,4 +1,4 @@
-"""Run under torchrun by test_gpu_refit.py: buckets over NCCL or CUDA IPC arrive whole, of every dtype, in both directions.
+"""Run under torchrun by test_gpu_refit.py: buckets over NCCL or CUDA IPC arrive whole, of every dtype, both ways.
 
 Argument: "nccl" or "ipc". With fewer GPUs than ranks (IPC) the ranks share one.
 """

@@ -1,4 +1,4 @@
-"""What no CPU can show: transports between GPUs, memory that really moves, sleep that really frees. Skipped without CUDA."""
+"""What no CPU shows: transports between GPUs, memory that moves, sleep that frees. Skipped without CUDA."""
 
 from __future__ import annotations
 
