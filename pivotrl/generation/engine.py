@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,3 +98,6 @@ class NonFiniteLogprobs(RuntimeError):
             f"{len(samples)} completions have NaN or infinite log-probs; the first: prompt {i}, sample {k}, token {t}. "
             "The weights served overflow or are damaged; look at the last update's gradient norm"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it travels between ranks
+        return type(self), (self.samples,)

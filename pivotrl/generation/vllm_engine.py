@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pivotrl.config import Generation
 from pivotrl.errors import UserError
 from pivotrl.generation.base import StatefulEngine
-from pivotrl.generation.engine import Completion, NonFiniteLogprobs, Sampling
 from pivotrl.generation.data_parallel import gather_groups, share
+from pivotrl.generation.engine import Completion, NonFiniteLogprobs, Sampling
 from pivotrl.generation.refit_check import ExpectedWeights
 from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
 from pivotrl.refit.layout import EngineLayout
@@ -40,9 +40,8 @@ class VllmEngine(StatefulEngine):
         seed: of the engine; samples are seeded one by one by `generate`.
         stop_token_ids: ids that end a completion (and are part of it). The model's own end ids are not added.
 
-    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes; there are as many
-    engines as groups, which share the prompts of a call. Every process makes the same calls with the same arguments and
-    gets all completions.
+    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes; the groups
+    share the prompts of a call. Every process makes the same calls with the same arguments and gets all completions.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class VllmEngine(StatefulEngine):
         if not prompts:
             return []
         # prompts that share a history are neighbours: its blocks are still cached when the next one comes
-        order = sorted(range(len(prompts)), key=lambda i: prompts[i])
+        order = sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))
         if self.layout.engines == 1:
             return self._sample(prompts, sampling, n, seeds, order)
         mine = share(order, int(os.environ["RANK"]) // self.layout.tensor, self.layout.engines)
@@ -156,7 +155,7 @@ class VllmEngine(StatefulEngine):
         # seeds that are not neighbours
         requests = [{"prompt_token_ids": list(prompts[i])} for i in order for _ in range(n)]
         params = [self._params(sampling, sample_seed(seeds[i], k)) for i in order for k in range(n)]
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        outputs = self._llm.generate(requests, params, use_tqdm=False) if requests else []
         completions = [self._completion(output) for output in outputs]
         groups: list[list[Completion]] = [[]] * len(prompts)
         for place, i in enumerate(order):

@@ -1,4 +1,4 @@
-"""After the first refit trainer and engine score one rollout alike, or training stops (kind of field reports A1, A9)."""
+"""After the first refit trainer and engine score one rollout alike, or training stops (field reports A1, A9)."""
 
 from __future__ import annotations
 

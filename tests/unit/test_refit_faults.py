@@ -92,9 +92,8 @@ def test_fused_names_come_in_the_order_of_their_rows() -> None:
     assert found == {"gate_up_proj.weight": ["gate_proj.weight", "up_proj.weight"], "norm.weight": ["norm.weight"]}
 
 
-NORM = Rule(
-    "decoder.layers.{layer}.input_layernorm.weight", ("model.layers.{layer}.input_layernorm.weight",), (("q",),)
-)
+HF_NORM = "model.layers.{layer}.input_layernorm.weight"
+NORM = Rule("decoder.layers.{layer}.input_layernorm.weight", (HF_NORM,), (("q",),))
 
 
 def vectors(sizes: list[int]) -> tuple[dict[str, Entry], Dims]:
