@@ -62,6 +62,11 @@ def read_safetensors_shapes(path: Path) -> dict[str, Shape]:
     raise UserError(f"{path} is not a readable safetensors file (damaged or cut short?); copy it again")
 
 
+def is_scale(name: str) -> bool:
+    """Scales of quantised weights and activations, which must never be zero."""
+    return name.endswith(("_scale", "_scale_inv", ".scale"))
+
+
 @dataclass
 class RefitCheck:
     """Collects what is sent during one refit. `add` each tensor before it is loaded, then `finish`."""

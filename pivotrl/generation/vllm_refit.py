@@ -15,7 +15,7 @@ from pivotrl.config import Generation
 from pivotrl.errors import UserError
 from pivotrl.generation.direct_load import DirectLoader
 from pivotrl.generation.engine import RefitError
-from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
+from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck, is_scale
 from pivotrl.generation.refit_verify import RefitReport, RefitVerifier
 from pivotrl.generation.served import RankShards, full_shape, served_parameters
 from pivotrl.refit.execute import Shard
@@ -94,6 +94,8 @@ class VllmRefit:
             part = self._shards.part(name, sent)
             if not is_finite(part):
                 check.refuse_non_finite(name)
+            if is_scale(name) and not bool((part != 0).all()):
+                raise RefitError(f"refit: scale {name!r} holds zeros; what it scales would be served as nothing")
             if verifier is not None:
                 verifier.sent(name, part)
             yield name, part
