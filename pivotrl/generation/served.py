@@ -43,7 +43,7 @@ def _sources(module: str, parameter: str, rows: int, fused: dict[str, list[str]]
         parts = ("gate_proj", "up_proj") if parameter == "w13_weight" else ("down_proj",)
         return [f"{layer}.{e}.{part}.weight" for e in range(rows) for part in parts]
     if last in fused:
-        return [f"{prefix}.{part}.{parameter}" for part in fused[last]]
+        return [f"{prefix + '.' if prefix else ''}{part}.{parameter}" for part in fused[last]]
     return [f"{module}.{parameter}"]
 
 

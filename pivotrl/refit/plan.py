@@ -107,7 +107,7 @@ class RefitPlan:
 
     def _key(self, entry: Entry) -> tuple[object, ...]:
         stage, expert_rank = self.trainer.stage(entry, self.dims), self.trainer.expert_rank(entry, self.dims)
-        return (entry.rule, stage, expert_rank, self.engine.expert_owner(entry.expert, self.dims))
+        return (entry.rule, entry.shapes, stage, expert_rank, self.engine.expert_owner(entry.expert, self.dims))
 
     def _plan_class(self, entry: Entry, key: tuple[object, ...]) -> _Class:
         stage, expert_rank = self.trainer.stage(entry, self.dims), self.trainer.expert_rank(entry, self.dims)

@@ -25,21 +25,21 @@ from pivotrl.policy.policy import MegatronPolicy  # noqa: E402
 
 Answers = list[tuple[tuple[int, ...], tuple[float, ...]]]
 PROMPTS = [[(7 * i + 3 * j) % 320 for j in range(40 + i)] for i in range(3)]
-TRAINERS = {
-    "llama": [Parallel(), Parallel(tensor=2), Parallel(pipeline=2)],  # the first is DP 2
+TRAINERS = {  # with the number of refits
+    "llama": [(Parallel(), 2), (Parallel(tensor=2), 10), (Parallel(pipeline=2), 2)],  # the first is DP 2
     "moe": [
-        Parallel(),
-        Parallel(tensor=2, sequence=True),
-        Parallel(expert=2),
-        Parallel(tensor=2, sequence=True, expert=2),
-        Parallel(tensor=2, sequence=True, expert_tensor=2),
-        Parallel(pipeline=2),
+        (Parallel(), 2),
+        (Parallel(tensor=2, sequence=True), 2),
+        (Parallel(expert=2), 2),
+        (Parallel(tensor=2, sequence=True, expert=2), 10),
+        (Parallel(tensor=2, sequence=True, expert_tensor=2), 2),
+        (Parallel(pipeline=2), 2),
     ],
 }
 
 
 def answers(engine: VllmEngine) -> Answers:
-    groups = engine.generate(PROMPTS, Sampling(temperature=0.7, max_new_tokens=6), 2, [1, 2, 3])
+    groups = engine.generate(PROMPTS, Sampling(temperature=0.7, max_new_tokens=4), 2, [1, 2, 3])
     return [(c.token_ids, c.logprobs) for group in groups for c in group]
 
 
@@ -47,14 +47,16 @@ def build(folder: Path, tensor: int) -> VllmEngine:
     return VllmEngine(folder, Generation(max_sequences=16, tensor_parallel=tensor), "fp32", 128, 0, [])
 
 
-def check_layout(engine: VllmEngine, folders: list[Path], parallel: Parallel, fresh: list[Answers]) -> None:
+def check_layout(
+    engine: VllmEngine, folders: list[Path], parallel: Parallel, refits: int, fresh: list[Answers]
+) -> None:
     policies = [MegatronPolicy.load(f, parallel, Precision(policy="fp32"), None, 128, 1, seed=0) for f in folders]
     for policy, folder in zip(policies, folders, strict=True):
         on_disk = load_file(folder / "model.safetensors")
         exported = {name: tensor.clone() for name, tensor in policy.hf_weights()}
         assert exported.keys() == on_disk.keys() and all(torch.equal(exported[n], on_disk[n]) for n in on_disk)
     start = time.perf_counter()
-    for number in range(1, 11):
+    for number in range(1, refits + 1):
         which = (number + 1) % 2
         engine.refit(policies[which].weights_for(engine.layout), number)
         assert engine.last_refit is not None and not engine.last_refit.unverified
@@ -64,7 +66,7 @@ def check_layout(engine: VllmEngine, folders: list[Path], parallel: Parallel, fr
     assert traffic["received_mb"] == traffic["bound_mb"], traffic
     if dist.get_rank() == 0:
         mb = {name: round(value, 3) for name, value in traffic.items()}
-        print(f"  {parallel}: ten refits in {time.perf_counter() - start:.1f} s, {mb}", flush=True)
+        print(f"  {parallel}: {refits} refits in {time.perf_counter() - start:.1f} s, {mb}", flush=True)
     shutdown_groups()
 
 
@@ -113,8 +115,8 @@ def main(root: Path) -> None:
             by_layout[family, tensor] = fresh
             if dist.get_rank() == 0:
                 print(f"{family}, engine of {tensor} rank(s)", flush=True)
-            for parallel in trainers:
-                check_layout(engine, folders, parallel, fresh)
+            for parallel, refits in trainers:
+                check_layout(engine, folders, parallel, refits, fresh)
             check_faults(engine, folders[0], fresh[0])
             check_reload(engine, folders, fresh)
             engine.close()

@@ -65,9 +65,9 @@ def test_host_buffers_are_used_again() -> None:
 
 def test_kinds_of_a_small_trainer() -> None:
     model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    states = {p: {n: torch.randn_like(p) for n in ("exp_avg", "exp_avg_sq")} for p in model.parameters()}
+    optimizer = SimpleNamespace(state=states, param_groups=[{"params": list(model.parameters())}])
     memory = TrainerMemory(model, SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)]))
     before = [t.clone() for t in (*model.parameters(), *(p.grad for p in model.parameters()))]
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]

@@ -134,7 +134,7 @@ def check(kind: str, trainer: TrainerLayout, engine: EngineLayout, **options: in
     return refit
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_engine_rank_gets_exactly_its_shard(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["tied", "untied", "moe"]))
@@ -158,8 +158,7 @@ def test_every_engine_rank_gets_exactly_its_shard(data: st.DataObject) -> None:
     ("trainer", "engine"),
     [
         (TrainerLayout(64, 2, 2, 8), EngineLayout(16, 4)),
-        (TrainerLayout(64, 2, 2, 8), EngineLayout(16, 4, expert=4)),
-        (TrainerLayout(512, 4, 2, 16, stage_layers=(1, 3)), EngineLayout(64, 8)),
+        (TrainerLayout(64, 2, 2, 8, stage_layers=(1, 3)), EngineLayout(16, 4, expert=4)),
         (TrainerLayout(512, 4, 4, 16), EngineLayout(64, 8)),
     ],
 )
@@ -198,7 +197,7 @@ def test_layouts_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"expert=2 must be 1 or tensor=4"):
         EngineLayout(1, 4, expert=2)
     table, dims = TABLES["untied"]
-    with pytest.raises(UserError, match=r"q_proj.weight: \[16, 8\] does not split over 3"):
+    with pytest.raises(UserError, match="tensor_parallel=3 does not divide the vocabulary, padded to 128"):
         RefitPlan(table, dims, TrainerLayout(1), EngineLayout(1, 3))
     for stage_layers, message in ((None, "4 layers do not divide into 3"), ((1, 1, 1), "do not add up to 4")):
         with pytest.raises(UserError, match=message):
