@@ -30,8 +30,8 @@ def gather_groups(
         own = ({}, error)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    for _, error in everyone:
-        if error is not None:
-            raise error
+    for _, failed in everyone:
+        if failed is not None:
+            raise failed
     found = {i: group for part, _ in everyone for i, group in part.items()}
     return [found[i] for i in range(count)]

@@ -99,7 +99,7 @@ def _writer(served: Served) -> Write | None:
 
 def _packs_experts(served: Served) -> bool:
     """A CPU kernel that wants every expert packed and nothing padded."""
-    kernel = getattr(getattr(served.module.quant_method, "moe_kernel", None), "fused_experts", None)
+    kernel: Any = getattr(getattr(served.module.quant_method, "moe_kernel", None), "fused_experts", None)
     if served.tensor.device.type != "cpu" or not hasattr(kernel, "isa") or getattr(kernel, "_use_zentorch", False):
         return False
     moe = served.module.quant_method.moe

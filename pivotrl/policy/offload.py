@@ -59,7 +59,7 @@ class Stash:
         for storage, size, copy in self._kept:
             storage.resize_(size)
             if copy is None:
-                storage.fill_(0)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
             else:
                 storage.copy_(copy.untyped_storage())
             total += size
