@@ -207,9 +207,9 @@ def test_verification_sees_stale_copies(original: Served, monkeypatch: pytest.Mo
         monkeypatch.setattr(original.engine._setup, "repack_heads", lambda model: None)
         stale = "lm_head.weight"
     else:
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+        from pivotrl.generation import direct_load
 
-        monkeypatch.setattr(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None)
+        monkeypatch.setattr(direct_load, "packed_expert", lambda module, weight: weight)
         stale = "w13_weight"
     with pytest.raises(RefitError, match=stale):
         original.refit(1)
