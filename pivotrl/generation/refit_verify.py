@@ -138,7 +138,8 @@ class RefitVerifier:
         columns = self._columns(width)
         copies = [served[:, columns]] if readable else []
         if hasattr(module, "cpu_linear"):
-            unit = torch.eye(width, dtype=self._dtype)[columns]  # [columns, width]
+            unit = torch.zeros(columns.stop - columns.start, width, dtype=self._dtype)  # [columns, width]
+            unit[:, columns].fill_diagonal_(1)
             linear: Any = module.cpu_linear
             copies.append(linear(unit, served, None).t())
         return copies
