@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pivotrl.models.builtin import resolve_model
 
     path = tmp_path_factory.mktemp("server") / "tiny"
-    save_tiny("llama", path, vocab_size=49152)
+    save_tiny("llama", path, vocab_size=49152, head_dim=32)
     for file in resolve_model("builtin:smollm2-135m").glob("*token*"):  # a server wants one, even for token ids
         shutil.copy(file, path)
     return path
