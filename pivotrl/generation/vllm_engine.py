@@ -92,6 +92,9 @@ class VllmEngine(StatefulEngine):
             "use_tqdm_on_load": False,
         }
         if generation.routed_experts:
+            if self._on_cpu:
+                raise UserError("generation.routed_experts: CPU builds of vLLM cannot give them back; set it to false")
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that gives them back
             arguments["enable_return_routed_experts"] = True
         if self._on_cpu:
             # a chunk of a seeded prompt rewinds its generator, which CPU generators cannot do (RuntimeError)

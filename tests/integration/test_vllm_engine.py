@@ -215,3 +215,10 @@ def test_verification_sees_stale_copies(original: Served, monkeypatch: pytest.Mo
         original.refit(1)
     with pytest.raises(EngineStateError, match="refit"):
         original.engine.generate([PROMPTS[0]], GREEDY, 1, [0])
+
+
+def test_routed_experts_are_refused_where_vllm_cannot_give_them(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("GPU builds give them back")
+    with pytest.raises(UserError, match=r"generation\.routed_experts"):
+        build(save_moe(tmp_path / "moe", 0), routed_experts=True)
