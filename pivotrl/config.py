@@ -90,9 +90,12 @@ class Generation:
     max_sequences: int = 128  # in flight in one engine
     kv_cache_gib: float = 1.0  # CPU builds; GPUs use gpu_memory_utilization
     gpu_memory_utilization: float = 0.6
+    server: str | None = None  # URL of a vLLM server that serves pi_0, for profiling; None: an engine here
     tensor_parallel: int = 1
     enforce_eager: bool = True
-    verify_refit: bool = True  # names, shapes and finiteness are always checked; this adds served checksums
+    verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent
+    verify_every: int = 10  # n of "every_n"; names, shapes and finiteness are checked at each refit in any case
+    routed_experts: bool = False  # completions carry the experts that each token was routed to
     max_mismatch: float | None = None  # mean |trainer - engine| log-prob; None: 1e-4 in fp32, 0.1 otherwise
 
 

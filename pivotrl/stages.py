@@ -23,6 +23,7 @@ BENIGN_KEYS = (
     "generation.kv_cache_gib",
     "generation.gpu_memory_utilization",
     "generation.verify_refit",
+    "generation.verify_every",
     "generation.max_mismatch",
     "profile.shard",
     "domain.verifier.workers",

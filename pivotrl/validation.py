@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
     "cluster.container.kind": ("none", "pyxis", "apptainer"),
+    "generation.verify_refit": ("always", "every_n", "off"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
 _POSITIVE = (
@@ -52,6 +53,7 @@ _POSITIVE = (
     "generation.max_sequences",
     "generation.kv_cache_gib",
     "generation.tensor_parallel",
+    "generation.verify_every",
     "generation.max_mismatch",
     "profile.max_turns",
     "audit.max_turns",
@@ -171,6 +173,12 @@ def conflicts(
         )
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
+    refits = [s.name for s in active if s.name in ("train", "evaluate")]
+    if cfg.generation.server is not None and refits:
+        found.append(
+            f"generation.server: {', '.join(refits)} load new weights into the engine, which a server's HTTP interface "
+            "alone cannot; use it for `pivotrl profile`, and generation.server=null for the other stages"
+        )
     if stage == "run" and cfg.profile.shard is not None:
         found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")
     return found + _files(cfg, stages)

@@ -20,8 +20,7 @@ from pivotrl.evaluation.out_of_domain import evaluate_sets
 from pivotrl.evaluation.questions import read_sets
 from pivotrl.evaluation.statistics import paired_difference
 from pivotrl.evaluation.tasks import evaluation_tasks
-from pivotrl.generation.engine import Sampling
-from pivotrl.generation.vllm_engine import VllmEngine
+from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.io import append_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, render_states
 from pivotrl.models.folder import ModelFolder
@@ -51,7 +50,7 @@ def checkpoints(cfg: Config, run_dir: Path, base: Path) -> dict[str, Path]:
 class Evaluator:
     """The measurements of one policy; the engine holds its weights."""
 
-    def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: VllmEngine):
+    def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: Engine):
         self.cfg, self.run_dir, self.bench, self.engine = cfg, run_dir, bench, engine
         self.episodes = run_dir / "evaluate" / "episodes.jsonl"
         self.episodes.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,13 @@ from pivotrl.models.registry import family_for
 from pivotrl.policy import cpu_shim, distributed
 from pivotrl.policy.memory import release_unused
 from pivotrl.policy.model import PolicyModel, build_model, transformer_config
+from pivotrl.policy.offload import TrainerMemory
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
+from pivotrl.policy.refit import RefitSource
 from pivotrl.policy.schedule import learning_rate
 from pivotrl.policy.weights import full_weights, load_weights, write_folder
+from pivotrl.refit.execute import Shard
+from pivotrl.refit.layout import EngineLayout
 
 EVALUATION_TOKENS = 4096  # unique tokens of a forward without gradient, for a policy that has no optimizer
 
@@ -71,6 +76,7 @@ class MegatronPolicy:
         self.optimizer: Any = None
         self.wrapped: Any = Float16Module(model.config, model) if model.config.bf16 else model
         self._reference: list[Tensor] | None = None
+        self.refit_source = RefitSource(model, dims, table)
 
     @classmethod
     def load(
@@ -155,6 +161,11 @@ class MegatronPolicy:
 
         config.finalize_model_grads_func = finalize
 
+    @cached_property
+    def memory(self) -> TrainerMemory:
+        """What can be given back while the engine has the accelerator."""
+        return TrainerMemory(self.model, self.optimizer)
+
     def _groups(self) -> list[dict[str, Any]]:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [g for o in chained if o.optimizer is not None for g in o.optimizer.param_groups]
@@ -224,6 +235,10 @@ class MegatronPolicy:
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, in the policy's dtype; every rank must consume all."""
         return full_weights(self.model, self.dims, self.table)
+
+    def weights_for(self, engine: EngineLayout) -> Iterator[tuple[str, Tensor | Shard]]:
+        """(Hugging Face name, what this rank's engine serves of it), sent by plan; every rank must consume all."""
+        return self.refit_source.stream(engine)
 
     def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder whole or not at all; config and tokenizer are `source_dir`'s. All ranks call it.

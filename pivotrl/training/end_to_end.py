@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from pivotrl.training import grpo
 from pivotrl.training.advantages import advantages
 from pivotrl.training.batch import Batch, Scored
 from pivotrl.training.checkpoint import export
+from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
 from pivotrl.training.sampling import EpochSampler
 from pivotrl.training.update import needs_reference, optimizer_steps
@@ -127,6 +129,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
     )
     for name in ("episodes.jsonl", "errors.jsonl"):
         (directory / name).unlink(missing_ok=True)
+    handover = Handover(policy)
     spent, nonfinite = TokenCounts(), NonFiniteSteps(directory, cfg.algorithm.optimizer.max_nonfinite_steps)
     with (
         bench.engine() as engine,
@@ -135,13 +138,13 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
     ):
         watcher = Watcher(cfg, run_dir, bench, directory)
         watcher.look(engine, 0, 0)
-        version = engine.weight_version
         for step in range(e.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
             seed = seed_for(cfg.seed, "e2e", step)
             actor = EngineActor(engine, bench.renderer, bench.sampling, cfg.model.context_length, seed)
-            results = run_episodes(environment, drawn, actor, cfg.environment.max_turns, e.group_size)
+            play = partial(run_episodes, environment, drawn, actor, cfg.environment.max_turns, e.group_size)
+            results = handover.generate(engine, play)
             groups = [results[i : i + e.group_size] for i in range(0, len(results), e.group_size)]
             append_jsonl(directory / "episodes.jsonl", ({"step": step, **episode_row(r)} for r in results))
             check_errors(results, directory)
@@ -150,9 +153,8 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             batch = Batch(episode_turns(groups, cfg.algorithm), group_metrics(groups))
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = grpo.open_gate(policy, batch.rollouts, cfg, "before the first step").mean
-            stats, version = grpo.learn(policy, engine, batch, cfg, step, nonfinite, version)
-            metrics |= stats | batch.metrics
-            tracker.log(step, metrics | {"seconds": time.monotonic() - clock})
+            metrics |= batch.metrics | grpo.learn(policy, engine, handover, batch, cfg, step, nonfinite)
+            tracker.log(step, metrics | handover.ledger.metrics() | {"seconds": time.monotonic() - clock})
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
