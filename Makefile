@@ -7,11 +7,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 RUN_DIR ?= runs/demo
+ARMS ?= main
+SEEDS ?= 0,1,2
 export PIVOTRL_SHARED ?= ../shared
 # Out-of-domain questions for the demo, where that folder is there (elsewhere: make demo OOD=my_choices.jsonl).
 OOD ?= $(wildcard $(PIVOTRL_SHARED)/data/ood/hellaswag_val_200.jsonl)
+OOD_ALL ?= $(wildcard $(PIVOTRL_SHARED)/data/ood)
 
-.PHONY: help install install-dev demo test lint bench clean
+.PHONY: help install install-dev demo test lint bench study results clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,8 +33,9 @@ $(VENV)/.installed: pyproject.toml requirements/cpu.txt
 
 install-dev: $(VENV)/.installed-dev ## install, and the tools for tests and lint
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/tau2.txt
 	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q --no-deps -r requirements/tau2.txt
 	@touch $@
 
 demo: install ## the whole job on this CPU: trajectories -> pivots -> GRPO -> checkpoint and report (about 20 minutes)
@@ -49,6 +53,12 @@ lint: install-dev ## style, types, import rules, shell scripts
 
 bench: install ## the short benchmarks, both sides in one run
 	$(BIN)/python -m benchmarks
+
+study: install ## the arms of experiments/ over three seeds, resumable (hours; make study SEEDS=0 ARMS=base,sft,adv,e2e)
+	$(BIN)/python -m experiments.study --arms $(ARMS) --seeds $(SEEDS) $(if $(OOD_ALL),evaluate.ood_path=$(OOD_ALL))
+
+results: ## docs/results.md and its figures from the recorded runs (seconds)
+	$(BIN)/python -m experiments.results
 
 clean: ## remove run directories and caches, not .venv
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

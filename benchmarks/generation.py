@@ -25,6 +25,7 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=40)
     arguments.add_argument("--max-sequences", type=int, default=128)
+    arguments.add_argument("--hugging-face", action="store_true", help="also time transformers' generate, on 2 prompts")
     options = arguments.parse_args()
 
     from pivotrl.config import Generation
@@ -54,6 +55,9 @@ def main() -> None:
         options.repeats,
     )
     tokens = options.prompts * options.samples * options.tokens
+    details: dict[str, Any] = {"engine_start_seconds": round(up, 1), "repeats": options.repeats}
+    if options.hugging_face:
+        details["hugging_face_tokens_per_second"] = round(_hugging_face(folder, options, prompts()[:2]), 1)
     result = Comparison(
         benchmark="generation",
         measured=f"{options.model}, {options.dtype}, {options.prompts} prompts of {PREFIX} shared + {OWN} tokens, "
@@ -63,9 +67,30 @@ def main() -> None:
         theirs=tokens / median(seconds["theirs"]),
         theirs_is="vLLM, default settings",
         better="higher",
-        details={"engine_start_seconds": round(up, 1), "repeats": options.repeats},
+        details=details,
     )
     show(result, as_json=options.json)
+
+
+def _hugging_face(folder: Path, options: Any, prompts: list[list[int]]) -> float:
+    """Tokens per second of transformers' generate, with its own cache and one prefill a prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    start = time.perf_counter()
+    model.generate(
+        torch.tensor(prompts, device=device),
+        do_sample=True,
+        num_return_sequences=options.samples,
+        max_new_tokens=options.tokens,
+        min_new_tokens=options.tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return len(prompts) * options.samples * options.tokens / (time.perf_counter() - start)
 
 
 class _PlainVllm:

@@ -25,8 +25,6 @@ def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
     """What the schema allows and the policy refuses once it runs (`pivotrl.policy`)."""
     if not any(STAGES[s].policy for s in stages):
         return
-    if cfg.parallel.context > 1:
-        yield f"parallel.context={cfg.parallel.context}: the tree attention has no context parallelism; set it to 1"
     if cfg.precision.fp8 is not None:
         yield f"precision.fp8={cfg.precision.fp8}: the policy has no FP8 path yet; set precision=bf16"
     raw = raw_config(cfg)
@@ -68,25 +66,30 @@ def fits_memory(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
             f"{cfg.generation.gpu_memory_utilization:g} of {limit:g} GiB = {share:.0f}: raise "
             "generation.tensor_parallel or gpu_memory_utilization, or lower model.context_length"
         )
+    world = world_size(cfg)
     for stage in stages:
         if not STAGES[stage].policy or (stage != "train" and get(cfg, f"{stage}.steps") == 0):
             continue
         section = "algorithm" if stage == "train" else stage
         optimizer = get(cfg, f"{section}.optimizer")
-        parts = memory.training_gib(model, cfg, world_size(cfg), optimizer)
+        parts = memory.training_gib(model, cfg, world, optimizer)
         if stage == "train":
-            parts["engine's share"] = share
-        if (needed := sum(parts.values())) > limit:
-            yield (
-                f"memory: {stage} needs {needed:.0f} GiB a GPU ({_parts(parts)}), cluster.gpu_memory_gib is {limit:g}: "
-                "raise parallel.tensor, pipeline or expert, or cluster.nodes; "
-                + ("" if optimizer.recompute else f"set {section}.optimizer.recompute=true; ")
-                + (
-                    "or lower generation.gpu_memory_utilization"
-                    if stage == "train"
-                    else "or lower model.context_length"
-                )
-            )
+            parts["sleeping engine"] = memory.ASLEEP_GIB
+        remedy = "raise parallel.tensor, pipeline, context or expert, or cluster.nodes"
+        remedy += "" if optimizer.recompute else f"; set {section}.optimizer.recompute=true"
+        yield from _too_much(stage, parts, limit, remedy)
+    if "train" in stages:
+        yield from _too_much(
+            "the refit", memory.refit_gib(model, cfg, world), limit, "raise generation.tensor_parallel"
+        )
+
+
+def _too_much(what: str, parts: dict[str, float], limit: float, remedy: str) -> Iterator[str]:
+    if (needed := sum(parts.values())) > limit:
+        yield (
+            f"memory: {what} needs {needed:.0f} GiB a GPU ({_parts(parts)}), cluster.gpu_memory_gib is {limit:g}: "
+            f"{remedy}"
+        )
 
 
 def _parts(parts: dict[str, float]) -> str:

@@ -2,7 +2,8 @@
 
 Weights of a Llama-shaped block (RMSNorm, grouped-query attention, SwiGLU or a mixture of such experts), exactly; then
 what training adds to them: gradients and Adam in float32 (megatron-core's distributed optimiser shards Adam over the
-data-parallel ranks), activations by the tensors that the backward reads, the engine's share.
+data-parallel ranks), activations by the tensors that the backward reads. Trainer and engine take turns on a GPU
+(`pivotrl.training.handover`): each phase must fit by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pivotrl.models.dims import Dims, dense_dims
 
 GIB = 2**30
 OVERHEAD_GIB = 4.0  # CUDA context, NCCL buffers and fragmentation
+ASLEEP_GIB = 2.0  # what a sleeping engine keeps: CUDA graphs, buffers of its collectives
 SCORES_GIB = 0.5  # chunks of the head's float32 scores
 _BYTES = {"fp32": 4, "bf16": 2}
 
@@ -110,6 +112,15 @@ def engine_gib(model: Model, cfg: Config) -> dict[str, float]:
     return {
         "engine weights": w * model.weights.total / tp / GIB,
         "KV cache of one sequence": kv_per_token * cfg.model.context_length / GIB,
+    }
+
+
+def refit_gib(model: Model, cfg: Config, world: int) -> dict[str, float]:
+    """GiB on the fullest GPU while the engine takes the trainer's weights: both copies, and no cache yet."""
+    return {
+        "weights": training_gib(model, cfg, world)["weights"],
+        "engine weights": engine_gib(model, cfg)["engine weights"],
+        "overhead": OVERHEAD_GIB + ASLEEP_GIB,
     }
 
 

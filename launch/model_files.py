@@ -76,8 +76,8 @@ class ModelFiles:
         rows, ids = raw.get("text_config", raw).get("vocab_size"), len(renderer.tokenizer)
         if isinstance(rows, int) and ids > rows:
             yield (
-                f"model.path={self.cfg.model.path}: the tokenizer has {ids} tokens, the model's vocabulary {rows}: they "
-                "are of different models; copy the model's own tokenizer files there"
+                f"model.path={self.cfg.model.path}: the tokenizer has {ids} tokens, the model's vocabulary {rows}: "
+                "they are of different models; copy the model's own tokenizer files there"
             )
 
     def turns_fit(self) -> Iterator[str]:
@@ -110,7 +110,7 @@ class ModelFiles:
             )
         elif max(tokens) > room:
             print(
-                f"note: the longest turns have {max(tokens)} tokens, {room} fit (model.context_length - max_new_tokens); "
+                f"note: the longest turns have {max(tokens)} tokens; {room} fit (context_length - max_new_tokens): "
                 "those beyond are skipped and counted"
             )
 

@@ -117,6 +117,8 @@ def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
 
     cfg = load_config(overrides)
     context["run_dir"] = Path(cfg.run_dir)
+    if command == "audit-verifier":
+        _ensure_turns(cfg, context["run_dir"])
     if command in STAGES:
         return run_stage(command, cfg, context["run_dir"])
     if command == "run":
@@ -180,7 +182,7 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     directory = run_dir / place
     with hold(run_dir / ".locks" / place.replace("/", "-")):
         record = stage_state.record_of(cfg, stage, run_dir)
-        if place != stage and (why := stage_state.changes(run_dir / stage, record)):
+        if stage == "profile" and place != stage and (why := stage_state.changes(run_dir / stage, record)):
             raise UserError(
                 f"{run_dir / stage} holds a {stage} of another configuration, which the shards' merge would replace:\n"
                 + "\n".join(f"  {line}" for line in why)
@@ -194,6 +196,22 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
         summary = STAGES[stage].load()(cfg, run_dir)
     _print_summary(stage, summary, directory, time.monotonic() - started)
     return 0
+
+
+def _ensure_turns(cfg: Any, run_dir: Path) -> None:
+    """Cut the turns of `trajectories.path` where the run has none; turns that are there are used as they are."""
+    from pivotrl import stage_state
+
+    turns = run_dir / "turns"
+    if not stage_state.is_done(turns):
+        run_stage("turns", cfg, run_dir)
+        return
+    made = (stage_state.read_record(turns) or {}).get("inputs")
+    if cfg.trajectories.path is not None and made != stage_state.record_of(cfg, "turns", run_dir)["inputs"]:
+        raise UserError(
+            f"{turns} holds the turns of other files than trajectories.path={cfg.trajectories.path}. "
+            "Leave trajectories.path out to audit on those, or choose another run_dir=..."
+        )
 
 
 def _make_way(run_dir: Path, place: str, why: list[str]) -> None:
@@ -297,7 +315,7 @@ def overview() -> str:
     from pivotrl.stages import STAGES
 
     rows = [(s.name, s.summary) for s in STAGES.values()] + list(OTHER_COMMANDS.items())
-    listed = "\n".join(f"  {name:12} {text}" for name, text in rows)
+    listed = "\n".join(f"  {name:14} {text}" for name, text in rows)
     return f"""usage: pivotrl <stage> [key=value ...]
 
 PivotRL {__version__}: turn-level reinforcement learning for agentic models from existing SFT trajectories.

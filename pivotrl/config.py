@@ -40,6 +40,8 @@ class Rendering:
 class VerifierConfig:
     name: str = "tool_calls"
     options: dict[str, Any] = field(default_factory=dict)
+    workers: int = 0  # processes that verify, for verifiers that wait or may hang; 0: in this process, no time-out
+    timeout_seconds: float = 30.0  # of one verdict in a worker; past it the rollout is unscorable
 
 
 @dataclass
@@ -88,9 +90,12 @@ class Generation:
     max_sequences: int = 128  # in flight in one engine
     kv_cache_gib: float = 1.0  # CPU builds; GPUs use gpu_memory_utilization
     gpu_memory_utilization: float = 0.6
+    server: str | None = None  # URL of a vLLM server that serves pi_0, for profiling; None: an engine here
     tensor_parallel: int = 1
     enforce_eager: bool = True
-    verify_refit: bool = True  # names, shapes and finiteness are always checked; this adds served checksums
+    verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent
+    verify_every: int = 10  # n of "every_n"; names, shapes and finiteness are checked at each refit in any case
+    routed_experts: bool = False  # completions carry the experts that each token was routed to
     max_mismatch: float | None = None  # mean |trainer - engine| log-prob; None: 1e-4 in fp32, 0.1 otherwise
 
 
@@ -127,6 +132,16 @@ class Select:
     mixture: dict[str, int] = field(default_factory=dict)  # domain: exact number of pivots; empty: as they come
     max_pivots: int | None = None
     rank: str = "signal"  # which turns those limits prefer: "signal" (largest std, Theorem 3.2) | "random"
+
+
+@dataclass
+class Audit:
+    """`pivotrl audit-verifier`: mutations of the demonstrated actions, scored by the domain's verifier."""
+
+    max_turns: int | None = 500  # an even draw over trajectories; None: all
+    accept_at: float = 0.5  # a reward from here on counts as accepted
+    examples: int = 5  # wrong verdicts that are kept, for each kind of mutation
+    truth: str = "auto"  # "auto" (execution where the turns can be executed) | an environment's name | "labels"
 
 
 @dataclass
@@ -185,6 +200,7 @@ class Algorithm:
     # One optimiser step a batch (1 and 1) is strictly on-policy: the ratio is 1 and no clip is ever active.
     epochs: int = 1  # passes over the batch of a step
     minibatches: int = 1  # optimiser steps of a pass, each on its own groups with its own denominator
+    reward: str = "functional"  # "functional" (domain.verifier) | "strict" (equal to the demonstration, eq. 2)
     allow_foreign_profile: bool = False  # train on a profile made by another policy, template or verifier
     optimizer: Optimizer = field(default_factory=Optimizer)
 
@@ -193,6 +209,7 @@ class Algorithm:
 class Sft:
     steps: int | None = None  # None: as many optimiser steps as `algorithm.steps`; 0: the stage is a no-op
     trajectories_per_step: int = 16
+    max_kl: float | None = None  # of `sft`: stop at this KL to pi_0 (per token, on its own profiled rollouts)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-5))
 
 
@@ -200,9 +217,49 @@ class Sft:
 class Evaluate:
     tasks: int = 50  # environment test tasks, or held-out turns where there is no environment
     trials: int = 1  # sampled episodes a task, beside one greedy
-    ood_path: str | None = None  # JSONL of multiple-choice rows (HellaSwag shape); None: skipped, said so
-    ood_rows: int = 100
+    split: str = "test"  # "test" | "validation": held-out tasks of the train side, on which choices are made
+    # Unrelated questions: a JSONL file, a folder or a glob; multiple choice, exact answers, instructions (by their
+    # fields). None: skipped, said so.
+    ood_path: str | None = None
+    ood_rows: int = 100  # of each file
+    ood_max_new_tokens: int = 128  # of answers that are generated
+    drift: int = 0  # unrelated prompts, and profiled rollouts, on which KL to pi_0 and order are measured; 0: off
     policies: list[str] = field(default_factory=lambda: ["base", "sft", "pivotrl"])
+
+
+@dataclass
+class Watch:
+    """Success of the policy while it trains, for curves against rollouts and seconds. Never changes the training."""
+
+    every: int = 0  # steps between two looks, beside one before the first; 0: off
+    tasks: int = 24
+    split: str = "validation"  # as evaluate.split
+
+
+@dataclass
+class EndToEnd:
+    """The baseline of `pivotrl e2e`: GRPO on whole episodes. Loss, advantage and optimizer are those of `algorithm`."""
+
+    steps: int = 20
+    tasks_per_step: int = 4
+    group_size: int = 8  # episodes of a task
+
+
+@dataclass
+class Benchmark:
+    """A benchmark of the paper, driven through its own harness against a served checkpoint (docs/benchmarks.md)."""
+
+    name: str | None = None  # tau2 | swe_bench | terminal_bench | browsecomp | lm_eval; None: `evaluate` as usual
+    policy: str = "pivotrl"  # which of evaluate.policies is served, where base_url is null
+    base_url: str | None = None  # of a served model (OpenAI-compatible, ends in /v1); None: it is served for the run
+    model: str = "pivotrl"  # its name there
+    api_key: str = "EMPTY"
+    tasks: int | None = None  # how many; None: the whole benchmark
+    trials: int = 3  # of a task, where the harness repeats (the paper's values are means of 3)
+    concurrency: int = 8
+    options: dict[str, Any] = field(default_factory=dict)  # of the harness; docs/benchmarks.md lists them
+    max_hours: float = 24.0
+    serve_arguments: list[str] = field(default_factory=list)  # further words for the server
 
 
 @dataclass
@@ -272,10 +329,14 @@ class Config:
     generation: Generation = field(default_factory=Generation)
     profile: Profile = field(default_factory=Profile)
     select: Select = field(default_factory=Select)
+    audit: Audit = field(default_factory=Audit)
     algorithm: Algorithm = field(default_factory=Algorithm)
     warmup: Sft = field(default_factory=lambda: Sft(steps=0))
     sft: Sft = field(default_factory=Sft)
+    end_to_end: EndToEnd = field(default_factory=EndToEnd)
+    watch: Watch = field(default_factory=Watch)
     evaluate: Evaluate = field(default_factory=Evaluate)
+    benchmark: Benchmark = field(default_factory=Benchmark)
     tracking: Tracking = field(default_factory=Tracking)
     cluster: Cluster = field(default_factory=Cluster)
     run: Run = field(default_factory=Run)

@@ -46,6 +46,8 @@ def load_config(overrides: Iterable[str] = ()) -> Config:
     folders = [config_dir(), *_searched(overrides)]
     groups = _groups(folders)
     prepared, given = _prepare(overrides, groups)
+    if "domain.verifier.name" in given:  # the options in the domain's file are those of the domain's own verifier
+        prepared.insert(0, "++domain.verifier.options=null")
     try:
         values, choices = _compose(prepared)
     except UserError:
@@ -150,6 +152,9 @@ def _compose(prepared: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     assert isinstance(values, dict)
     assert isinstance(raw, dict)
     _mark_missing(raw, values)
+    verifier = values["domain"]["verifier"]
+    if isinstance(verifier, dict) and verifier["options"] is None:
+        verifier["options"] = {}
     return {str(k): v for k, v in values.items()}, choices
 
 

@@ -15,6 +15,7 @@ from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.duplicates import TurnDigests
 from pivotrl.trajectories.schema import Turn
 from pivotrl.verifiers.base import Verifier
+from pivotrl.verifiers.runner import score_pairs
 
 if TYPE_CHECKING:
     from pivotrl.rendering.chat import Renderer
@@ -58,16 +59,17 @@ def render_states(
     A prompt is never cut (field report E8), and a turn whose demonstration cannot score 1 can teach nothing.
     `workers`, `cache`: as in `prompts_of`. `duplicates`: ids of turns to leave out, from `duplicate_prompts`.
     """
+    turns = list(turns)
+    order = {turn.id: i for i, turn in reversed(list(enumerate(turns)))}
+    skipped = [
+        SkippedState(turn.id, turn.source, "duplicate_prompt", "an earlier turn has this prompt and action")
+        for turn in turns
+        if turn.id in duplicates
+    ]
+    unique = [turn for turn in turns if turn.id not in duplicates]
     accepted: list[Turn] = []
-    skipped: list[SkippedState] = []
-    order: dict[str, int] = {}
-    for turn in turns:
-        order.setdefault(turn.id, len(order))
-        if turn.id in duplicates:
-            detail = "an earlier turn has this prompt and action"
-            skipped.append(SkippedState(turn.id, turn.source, "duplicate_prompt", detail))
-            continue
-        verdict = verifier.verify(turn, turn.demonstration)
+    verdicts = score_pairs(verifier, [(turn, turn.demonstration) for turn in unique])
+    for turn, verdict in zip(unique, verdicts, strict=True):
         if verdict.reward == 1.0:
             accepted.append(turn)
             continue
@@ -108,14 +110,26 @@ def duplicate_prompts(
 
 
 def score(
-    state: State, completions: Sequence[Completion], renderer: Renderer, verifier: Verifier, first_index: int = 0
-) -> list[Rollout]:
-    rollouts = []
-    for index, completion in enumerate(completions, start=first_index):
-        action = renderer.parse(completion.token_ids, state.turn.tools)
-        verdict = verifier.verify(state.turn, action)
-        rollouts.append(Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, verdict))
-    return rollouts
+    states: Sequence[State],
+    completions: Sequence[Sequence[Completion]],
+    renderer: Renderer,
+    verifier: Verifier,
+    first_index: int = 0,
+) -> list[list[Rollout]]:
+    """Parse and verify the completions of each state; all of them together, so that slow verdicts overlap."""
+    actions = [
+        [renderer.parse(completion.token_ids, state.turn.tools) for completion in group]
+        for state, group in zip(states, completions, strict=True)
+    ]
+    pairs = [(s.turn, action) for s, group in zip(states, actions, strict=True) for action in group]
+    verdicts = iter(score_pairs(verifier, pairs))
+    return [
+        [
+            Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, next(verdicts))
+            for index, (completion, action) in enumerate(zip(group, parsed, strict=True), start=first_index)
+        ]
+        for state, group, parsed in zip(states, completions, actions, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -138,5 +152,4 @@ class LocalRoller:
         clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         seconds = time.perf_counter() - clock
-        pairs = zip(states, completions, strict=True)
-        return [score(s, group, self.renderer, self.verifier, first_index) for s, group in pairs], seconds
+        return score(states, completions, self.renderer, self.verifier, first_index), seconds

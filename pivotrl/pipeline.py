@@ -23,6 +23,7 @@ from pivotrl.config import Config
 from pivotrl.configuration import save_resolved, validate
 from pivotrl.io import write_json
 from pivotrl.locks import hold
+from pivotrl.stages import STAGES
 from pivotrl.tracking.progress import duration
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pivotrl.cli")
@@ -58,12 +59,13 @@ def run(cfg: Config, overrides: Sequence[str]) -> int:
 
 def _must_run(cfg: Config, run_dir: Path, stage: str, title: str) -> bool:
     """Decide, and say why; a stale folder is set aside."""
-    directory = run_dir / stage
+    place = STAGES[stage].folder
+    directory = run_dir / place
     why = stage_state.changes(directory, stage_state.record_of(cfg, stage, run_dir))
     if why:
-        place = stage_state.set_aside(run_dir, stage)
+        aside = stage_state.set_aside(run_dir, place)
         shown = "; ".join(why[:6]) + (f"; and {len(why) - 6} more" if len(why) > 6 else "")
-        _say(f"{title}: runs again, because {shown}. Its old folder is now {place}")
+        _say(f"{title}: runs again, because {shown}. Its old folder is now {aside}")
         return True
     if stage_state.is_done(directory):
         _say(f"{title}: done before, skipped")

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pivotrl.config import Config
-from pivotrl.generation.engine import Sampling
+from pivotrl.config import Config, VerifierConfig
+from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.models.builtin import resolve_model
 from pivotrl.rendering.chat import Renderer
 from pivotrl.verifiers.base import Verifier
-from pivotrl.verifiers.registry import get_verifier
-
-if TYPE_CHECKING:
-    from pivotrl.generation.vllm_engine import VllmEngine
+from pivotrl.verifiers.runner import open_verifier
 
 
 def start_policy(cfg: Config, run_dir: Path) -> Path:
@@ -52,23 +48,33 @@ class Workbench:
             run_dir,
             model,
             Renderer(model, cfg.model.chat_template, cfg.domain.action_format),
-            get_verifier(cfg.domain.verifier),
+            open_verifier(cfg.domain.verifier),
             Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens),
         )
 
+    def training_verifier(self) -> Verifier:
+        """What scores rollouts in training: the domain's, which profiled them, or strict equality (naive local RL)."""
+        return self.verifier if self.cfg.algorithm.reward == "functional" else open_verifier(VerifierConfig("strict"))
+
     @contextmanager
-    def engine(self) -> Iterator[VllmEngine]:
-        """A vLLM engine with pi_0's weights, closed at the end."""
+    def engine(self) -> Iterator[Engine]:
+        """An engine with pi_0's weights, closed at the end: vLLM in this process, or the server that is configured."""
+        from pivotrl.generation.server_engine import ServerEngine
         from pivotrl.generation.vllm_engine import VllmEngine
 
-        engine = VllmEngine(
-            self.start_policy,
-            self.cfg.generation,
-            dtype=self.cfg.precision.engine,
-            max_length=self.cfg.model.context_length,
-            seed=self.cfg.seed,
-            stop_token_ids=list(self.renderer.stop_token_ids),
-        )
+        stop, length = list(self.renderer.stop_token_ids), self.cfg.model.context_length
+        engine: ServerEngine | VllmEngine
+        if self.cfg.generation.server is not None:
+            engine = ServerEngine(self.cfg.generation.server, stop_token_ids=stop, max_length=length)
+        else:
+            engine = VllmEngine(
+                self.start_policy,
+                self.cfg.generation,
+                dtype=self.cfg.precision.engine,
+                max_length=length,
+                seed=self.cfg.seed,
+                stop_token_ids=stop,
+            )
         try:
             yield engine
         finally:

@@ -28,9 +28,16 @@ _VOLATILE = ("seconds", "elapsed", "started", "finished")  # of a summary: the s
 
 
 def place_of(cfg: Config, stage: str) -> str:
-    """The stage's folder, relative to the run's. Shards of a profile run side by side, each in its own."""
+    """The stage's folder, relative to the run's. Shards of a profile, and benchmarks, have one each."""
+    if stage == "evaluate" and cfg.benchmark.name is not None:
+        return benchmark_place(cfg)
     shard = parse_shard(cfg.profile.shard) if stage == "profile" else None
-    return f"profile/{shard.folder}" if isinstance(shard, Shard) else stage
+    return f"profile/{shard.folder}" if isinstance(shard, Shard) else STAGES[stage].folder
+
+
+def benchmark_place(cfg: Config) -> str:
+    """Where a benchmark's run lies, beside the run's own evaluation."""
+    return f"benchmarks/{cfg.benchmark.name}-{cfg.benchmark.policy}"
 
 
 def record_of(cfg: Config, stage: str, run_dir: Path) -> dict[str, Any]:
@@ -40,7 +47,7 @@ def record_of(cfg: Config, stage: str, run_dir: Path) -> dict[str, Any]:
         "stage": stage,
         "config": {"pivotrl": __version__, **subset(cfg, stage)},
         "inputs": {key: _fingerprint(get(cfg, key)) for key in spec.inputs},
-        "upstream": {up: _result_hash(run_dir / up) for up in spec.upstream},
+        "upstream": {up: _result_hash(run_dir / STAGES[up].folder) for up in spec.upstream},
     }
     return {**record, "key": hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()}
 

@@ -18,18 +18,22 @@ BENIGN_KEYS = (
     "run",
     "tracking",
     "cluster",
+    "watch",
     "generation.max_sequences",
     "generation.kv_cache_gib",
     "generation.gpu_memory_utilization",
     "generation.verify_refit",
+    "generation.verify_every",
     "generation.max_mismatch",
     "profile.shard",
+    "domain.verifier.workers",
+    "domain.verifier.timeout_seconds",
 )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the pipeline. It writes `<run_dir>/<name>/`, its `summary.json` last."""
+    """One step of the pipeline. It writes `<run_dir>/<folder>/`, its `summary.json` last."""
 
     name: str
     module: str
@@ -43,6 +47,12 @@ class Stage:
     upstream: tuple[str, ...] = ()  # stages whose result it reads
     inputs: tuple[str, ...] = ()  # keys that name files whose content matters
     policy: bool = False  # runs the megatron-core policy, so the parallel layout must fit
+    place: str = ""  # the folder, where it is not the name
+
+    @property
+    def folder(self) -> str:
+        """The stage's folder, relative to the run's."""
+        return self.place or self.name
 
     def load(self) -> StageFunction:
         """Import the stage's function (this is where torch and the engines come in)."""
@@ -65,6 +75,19 @@ _STAGES = (
         "pivotrl turns trajectories.path=data/airline.jsonl run_dir=runs/airline",
         ("seed", "trajectories", "environment", "domain", "model"),
         inputs=("trajectories.path",),
+    ),
+    Stage(
+        "audit-verifier",
+        "pivotrl.audit_stage",
+        "run_audit",
+        "Measure the verifier on the turns before any GPU: what it wrongly rejects or accepts, which exploits pay.",
+        "turns/turns.jsonl; trajectories.path (or environment.name) where the run has no turns yet",
+        "audit/summary.json (rates, counts by mutation), audit/examples.jsonl (wrong verdicts)",
+        ("domain=...", "domain.verifier.name", "domain.verifier.options", "audit.truth", "audit.max_turns"),
+        "pivotrl audit-verifier domain=tau2 trajectories.path=data/airline.jsonl run_dir=runs/airline",
+        ("seed", "domain", "environment.name", "audit"),
+        ("turns",),
+        place="audit",
     ),
     Stage(
         "warmup",
@@ -140,16 +163,37 @@ _STAGES = (
         policy=True,
     ),
     Stage(
+        "e2e",
+        "pivotrl.training.end_to_end",
+        "run_end_to_end",
+        "The baseline: GRPO on whole episodes in the environment, rewarded by their success.",
+        "turns/turns.jsonl (its train tasks), environment.name, the warm-up checkpoint or model.path",
+        "e2e/checkpoint, e2e/episodes.jsonl, e2e/metrics.jsonl, e2e/summary.json",
+        ("end_to_end.steps", "end_to_end.tasks_per_step", "end_to_end.group_size", "algorithm=..."),
+        "pivotrl e2e end_to_end.steps=100 domain=outfitters run_dir=runs/demo",
+        (*_ENGINE, "parallel", "environment", "algorithm", "end_to_end"),
+        ("turns", "warmup"),
+        ("model.path",),
+        policy=True,
+    ),
+    Stage(
         "evaluate",
         "pivotrl.evaluation.stage",
         "run_evaluate",
         "Success in the domain and retention outside it, for each policy, with confidence intervals.",
-        "the checkpoints of warmup, train and sft; environment test tasks or held-out turns; evaluate.ood_path",
+        "the checkpoints of warmup, train, sft and e2e; environment tasks or held-out turns; evaluate.ood_path",
         "evaluate/summary.json",
-        ("evaluate.tasks", "evaluate.trials", "evaluate.ood_path", "evaluate.policies"),
+        (
+            "evaluate.tasks",
+            "evaluate.split",
+            "evaluate.trials",
+            "evaluate.ood_path",
+            "evaluate.policies",
+            "benchmark=...",
+        ),
         "pivotrl evaluate evaluate.tasks=100 evaluate.ood_path=hellaswag.jsonl run_dir=runs/airline",
-        (*_ENGINE, "environment", "evaluate"),
-        ("turns", "warmup", "train", "sft"),
+        (*_ENGINE, "environment", "evaluate", "benchmark"),
+        ("turns", "warmup", "train", "sft", "e2e"),
         ("model.path", "evaluate.ood_path"),
     ),
     Stage(
@@ -162,7 +206,7 @@ _STAGES = (
         ("run_dir",),
         "pivotrl report run_dir=runs/airline",
         (),
-        ("turns", "warmup", "profile", "select", "train", "sft", "evaluate"),
+        ("turns", "audit-verifier", "warmup", "profile", "select", "train", "sft", "e2e", "evaluate"),
     ),
 )
 

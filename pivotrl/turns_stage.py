@@ -6,10 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from pivotrl import config
+from pivotrl.environments.base import NoExpert
 from pivotrl.errors import UserError
 from pivotrl.io import write_json, write_jsonl
 from pivotrl.trajectories.duplicates import DigestSet, TurnDigests
@@ -33,12 +35,12 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     out = run_dir / "turns"
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").unlink(missing_ok=True)
-    path = _source(cfg, out)
+    path, unshown = _source(cfg, out)
     splits = TaskSplits(cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
     audit = _Audit()
     temporary = [out / "turns.jsonl.tmp", out / "skipped.jsonl.tmp"]
     with Spool(out) as spool:
-        for item in _kept_or_skipped(cfg, path):
+        for item in chain(unshown, _kept_or_skipped(cfg, path)):
             audit.add(item)
             spool.add(item)
             if isinstance(item, Trajectory):
@@ -91,23 +93,37 @@ def _filtered(turn: Turn | Skip, drop: list[str], seen: DigestSet | None, digest
     return turn
 
 
-def _source(cfg: config.Config, out: Path) -> str:
+def _source(cfg: config.Config, out: Path) -> tuple[str, list[Skip]]:
+    """The trajectories to read, and the tasks of the environment that its expert did not demonstrate."""
     if cfg.trajectories.path is not None:
-        return cfg.trajectories.path
+        return cfg.trajectories.path, []
     if cfg.environment.name is None:
         raise UserError("trajectories.path is not set, and no environment.name whose expert could make trajectories.")
     from pivotrl.environments.registry import draw_tasks, get_environment
 
     env = get_environment(cfg.environment.name)
+    unshown: list[Skip] = []
 
     def rows() -> Iterator[dict[str, Any]]:
         for task in draw_tasks(env, "train", cfg.trajectories.tasks, cfg.seed, cfg.environment.families):
             for run in range(cfg.trajectories.runs_per_task):
-                yield to_row(env.expert(task, run))
+                try:
+                    row = to_row(env.expert(task, run))
+                except Exception as error:  # an environment may be anyone's: its fault costs this task, and is told
+                    reason = "no_expert" if isinstance(error, NoExpert) else "environment_error"
+                    told = f"{type(error).__name__}: {error}"[:500]
+                    unshown.append(Skip(f"environment:{env.name}", 0, f"{task.id}/{run}", reason, told))
+                else:
+                    yield row
 
     path = out / "trajectories.jsonl"
-    write_jsonl(path, rows())
-    return str(path)
+    if not write_jsonl(path, rows()):
+        write_jsonl(out / "skipped.jsonl", ({"kind": "trajectory", **skip.to_json()} for skip in unshown))
+        raise UserError(
+            f"environment.name={env.name}: its expert demonstrated none of {len(unshown)} tasks; the first: "
+            f"{unshown[0].detail}. See {out / 'skipped.jsonl'}; or give trajectories.path=FILE."
+        )
+    return str(path), unshown
 
 
 def _kept_or_skipped(cfg: config.Config, path: str) -> Iterator[Trajectory | Skip]:

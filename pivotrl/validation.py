@@ -13,6 +13,7 @@ from typing import Any
 from pivotrl import algorithm_checks
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
+from pivotrl.evaluation.harnesses import HARNESSES
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
@@ -25,10 +26,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
     "select.set": ("cand", "mixed", "adv", "adv_zeros"),
     "select.rank": ("signal", "random"),
+    "algorithm.reward": ("functional", "strict"),
+    "evaluate.split": ("test", "validation"),
+    "watch.split": ("test", "validation"),
+    "benchmark.name": tuple(HARNESSES),
+    "benchmark.policy": ("base", "sft", "pivotrl", "e2e"),
     "algorithm.optimizer.schedule": ("constant", "linear"),
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
     "cluster.container.kind": ("none", "pyxis", "apptainer"),
+    "generation.verify_refit": ("always", "every_n", "off"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }
 _POSITIVE = (
@@ -46,13 +53,25 @@ _POSITIVE = (
     "generation.max_sequences",
     "generation.kv_cache_gib",
     "generation.tensor_parallel",
+    "generation.verify_every",
     "generation.max_mismatch",
     "profile.max_turns",
+    "audit.max_turns",
+    "domain.verifier.timeout_seconds",
     "profile.adaptive.round",
     "profile.adaptive.calibration_turns",
     "select.min_unique_actions",
     "select.max_per_trajectory",
     "select.max_pivots",
+    "end_to_end.steps",
+    "end_to_end.tasks_per_step",
+    "watch.tasks",
+    "evaluate.ood_max_new_tokens",
+    "benchmark.tasks",
+    "benchmark.trials",
+    "benchmark.concurrency",
+    "benchmark.max_hours",
+    "sft.max_kl",
     "warmup.trajectories_per_step",
     "sft.trajectories_per_step",
     "evaluate.tasks",
@@ -68,13 +87,17 @@ _NOT_NEGATIVE = (
     "sampling.temperature",
     "sampling.top_k",
     "profile.second_rollouts",
+    "audit.examples",
+    "domain.verifier.workers",
     "warmup.steps",
     "sft.steps",
     "evaluate.trials",
     "evaluate.ood_rows",
+    "evaluate.drift",
+    "watch.every",
     "cluster.gpus_per_node",
 )
-_POLICIES = ("base", "sft", "pivotrl")
+_POLICIES = ("base", "sft", "pivotrl", "e2e")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.
 _BUILTIN_SHAPES = {"smollm2-135m": {"heads": 9, "kv_heads": 3, "layers": 30, "positions": 8192}}
 
@@ -150,6 +173,12 @@ def conflicts(
         )
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
+    refits = [s.name for s in active if s.name in ("train", "evaluate")]
+    if cfg.generation.server is not None and refits:
+        found.append(
+            f"generation.server: {', '.join(refits)} load new weights into the engine, which a server's HTTP interface "
+            "alone cannot; use it for `pivotrl profile`, and generation.server=null for the other stages"
+        )
     if stage == "run" and cfg.profile.shard is not None:
         found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")
     return found + _files(cfg, stages)
@@ -193,6 +222,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield f"trajectories.warmup_fraction + validation_fraction = {held:g} leaves nothing to train on (must be < 1)"
     for key in (
         "select.lambda_diff",
+        "audit.accept_at",
         "profile.adaptive.lambda_diff",
         "sampling.top_p",
         "generation.gpu_memory_utilization",
@@ -219,6 +249,10 @@ def _method(cfg: Config) -> Iterator[str]:
     k, group = cfg.profile.rollouts_per_turn, cfg.algorithm.group_size
     if k < 2:
         yield f"profile.rollouts_per_turn={k}: a variance needs at least 2 rollouts a turn"
+    if cfg.end_to_end.group_size < 2:
+        yield f"end_to_end.group_size={cfg.end_to_end.group_size}: a group advantage needs at least 2 episodes a task"
+    if cfg.watch.every and cfg.environment.name is None:
+        yield "watch.every needs an environment whose tasks are played (environment=outfitters)"
     if group < 2:
         yield f"algorithm.group_size={group}: a group advantage needs at least 2 actions a pivot"
     if cfg.sampling.temperature == 0 and (k > 1 or group > 1):
@@ -336,9 +370,10 @@ def _batches(cfg: Config, world: int, stages: list[str]) -> Iterator[str]:
         "train": "algorithm.pivots_per_step",
         "warmup": "warmup.trajectories_per_step",
         "sft": "sft.trajectories_per_step",
+        "e2e": "end_to_end.tasks_per_step",
     }
     for stage, key in sizes.items():
-        steps = "algorithm.steps" if stage == "train" else f"{stage}.steps"
+        steps = {"train": "algorithm.steps", "e2e": "end_to_end.steps"}.get(stage, f"{stage}.steps")
         if stage in stages and get(cfg, steps) != 0 and get(cfg, key) % data:
             yield f"{key}={get(cfg, key)} is not a multiple of the data-parallel size {data} (world {world} / {dense})"
 
@@ -355,6 +390,6 @@ def _files(cfg: Config, stages: list[str]) -> list[str]:
         elif t.path is not None and not glob.glob(t.path):
             found.append(f"trajectories.path={t.path}: no such file or folder, and no match as a glob")
     ood = cfg.evaluate.ood_path
-    if "evaluate" in stages and ood is not None and not Path(ood).is_file():
-        found.append(f"evaluate.ood_path={ood}: no such file")
+    if "evaluate" in stages and ood is not None and not (Path(ood).exists() or glob.glob(ood)):
+        found.append(f"evaluate.ood_path={ood}: no such file or folder, and no match as a glob")
     return found

@@ -42,16 +42,29 @@ class Episode(Protocol):
     def state_hash(self) -> str: ...
 
 
+class NoExpert(Exception):
+    """What `Environment.expert` raises for a task that it cannot demonstrate: audited, and no failure of any policy."""
+
+
 class Environment(Protocol):
+    """What training, verification and evaluation need of a world of tasks.
+
+    An exception that an environment raises is its own fault: roll-outs record it as an error beside the outcomes.
+    """
+
     name: str
-    version: str
+    version: str  # changes whenever an episode could go another way
 
     def tasks(self, split: str, count: int, seed: int = 0) -> list[Task]:
         """`split`: "train" or "test"; the two never share a task. Families in equal shares."""
         ...
 
+    def task(self, task_id: str) -> Task:
+        """The task that an id names. Raises UserError for an unknown one."""
+        ...
+
     def reset(self, task: Task, max_turns: int) -> Episode: ...
 
     def expert(self, task: Task, run: int = 0) -> Trajectory:
-        """A successful demonstration; `run` varies the way."""
+        """A successful demonstration; `run` varies the way. Raises NoExpert where there is none."""
         ...

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pivotrl.environments.base import Environment, Episode, Task
 from pivotrl.errors import UserError
-from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
+from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 
 
 class ReplayableEnvironment(Environment, Protocol):
@@ -31,12 +31,59 @@ class Effect:
     reply: str | None  # the user's reply to a text; None after calls, or where the dialogue ended
     done: bool
     success: bool  # of the finished dialogue; False while it goes on
-    state_hash: str
+    state_hash: str  # of an executor without a user: a digest of what changed, "" where nothing did
 
     @property
     def failed(self) -> bool:
         """Whether any call came to an error (such an action is never a good demonstration)."""
         return any(error for _, error, _ in self.results)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether calls changed nothing and showed nothing (of an executor without a user)."""
+        return not self.state_hash and all(result.strip() in _NOTHING for _, _, result in self.results)
+
+
+class Executor(Protocol):
+    """Runs an action in the state of a turn."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def has_user(self) -> bool:
+        """Whether a text can be executed: someone answers it, always the same way."""
+        ...
+
+    def effect(self, turn: Turn, action: Action) -> Effect:
+        """What `action` does in the turn's state. Raises UserError, KeyError or ValueError where the state cannot be
+        replayed; total in `action`."""
+        ...
+
+
+@dataclass(frozen=True)
+class EpisodeExecutor:
+    """An executor of an environment of ours: the whole dialogue is played again, with its user."""
+
+    environment: ReplayableEnvironment
+    has_user: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.environment.name
+
+    @property
+    def version(self) -> str:
+        return self.environment.version
+
+    def effect(self, turn: Turn, action: Action) -> Effect:
+        return effect(self.environment, turn.task_id, turn.messages, action)
+
+
+_NOTHING = frozenset({"", "[]", "{}", "null", "None"})
 
 
 def action_of(message: JsonDict) -> Action:

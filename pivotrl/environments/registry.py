@@ -1,23 +1,62 @@
-"""Environments by name. Imported only when asked for: an external one may need its own packages."""
+"""Environments by name or import path. Imported only when asked for: an external one may need its own packages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from pivotrl.environments.base import Environment, Task
+from pivotrl.environments.equivalence import EpisodeExecutor, Executor
 from pivotrl.errors import UserError
 
-_ENVIRONMENTS = {"outfitters": ("pivotrl.environments.outfitters", "Outfitters")}
+_ENVIRONMENTS = {
+    "outfitters": "pivotrl.environments.outfitters:Outfitters",
+    "shell_tasks": "pivotrl.environments.shell_tasks:ShellTasks",
+}
+_MEMBERS = ("name", "version", "tasks", "task", "reset", "expert")
 
 
 def get_environment(name: str) -> Environment:
-    """The environment called `name`. Raises UserError with the known names."""
-    if name not in _ENVIRONMENTS:
-        raise UserError(f'environment.name: no environment "{name}"; known: {", ".join(sorted(_ENVIRONMENTS))}')
-    module, attribute = _ENVIRONMENTS[name]
-    environment: Environment = getattr(import_module(module), attribute)()
+    """The environment called `name`, or the class at "package.module:Class", built without arguments.
+
+    Raises UserError for an unknown name, a path that cannot be imported, and a class that is no environment.
+    """
+    path = _ENVIRONMENTS.get(name, name)
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        known = ", ".join(sorted(_ENVIRONMENTS))
+        raise UserError(f'environment.name: no environment "{name}"; known: {known}, or package.module:Class')
+    try:
+        factory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"environment.name={name}: cannot be imported: {error}") from error
+    environment: Environment = factory()
+    if missing := [member for member in _MEMBERS if not hasattr(environment, member)]:
+        raise UserError(
+            f"environment.name={name}: no environment, it lacks {', '.join(missing)} (environments/base.py)"
+        )
     return environment
+
+
+# Environments whose states can be executed in, though they make no tasks or episodes here.
+_EXECUTORS = {"tau2": ("pivotrl.environments.tau2", "Tau2")}
+
+
+def get_executor(name: str) -> Executor:
+    """What runs two actions from one recorded state: an environment of `get_environment`, or tau2.
+
+    Raises UserError with the known names, and for one whose package is not installed.
+    """
+    if name in _EXECUTORS:
+        module, attribute = _EXECUTORS[name]
+        executor: Executor = getattr(import_module(module), attribute)()
+        return executor
+    if name not in _ENVIRONMENTS and ":" not in name:
+        known = ", ".join(sorted({*_ENVIRONMENTS, *_EXECUTORS}))
+        raise UserError(f'no environment "{name}" to execute actions in; known: {known}')
+    environment: Any = get_environment(name)
+    return EpisodeExecutor(environment)
 
 
 def draw_tasks(
@@ -25,7 +64,7 @@ def draw_tasks(
 ) -> list[Task]:
     """`count` tasks of a split, of the named families only (None: all). Raises UserError for an unknown family."""
     if families is None:
-        return environment.tasks(split, count, seed)
+        return list(environment.tasks(split, count, seed))
     probe = {task.family for task in environment.tasks(split, 256, seed)}
     if unknown := sorted(set(families) - probe) or not families:
         raise UserError(f"environment.families: {environment.name} has {', '.join(sorted(probe))}; not {unknown}")

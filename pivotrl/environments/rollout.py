@@ -23,6 +23,7 @@ class EpisodeResult:
     error: str | None
     turns: int  # assistant turns taken
     messages: list[JsonDict] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)  # as `act` gave them, one an assistant turn
 
 
 @dataclass
@@ -31,11 +32,12 @@ class _Running:
     trial: int
     episode: Episode | None = None
     turns: int = 0
+    actions: list[Action] = field(default_factory=list)
     result: EpisodeResult | None = None
 
     def finish(self, outcome: Outcome | None, error: str | None = None) -> None:
         messages = list(self.episode.messages) if self.episode is not None else []
-        self.result = EpisodeResult(self.task, self.trial, outcome, error, self.turns, messages)
+        self.result = EpisodeResult(self.task, self.trial, outcome, error, self.turns, messages, self.actions)
 
     def guarded(self, do: Callable[[], None]) -> None:
         """Run a part of the environment; what it raises ends this episode only."""
@@ -84,6 +86,7 @@ def _advance(one: _Running, action: Action | None, max_turns: int) -> None:
         one.finish(Outcome(False, "context_full", {"turns": one.turns}))
         return
     one.turns += 1
+    one.actions.append(action)
     episode.step(action)
     if episode.done:
         one.finish(episode.outcome())

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pivotrl.environments.base import Environment, Task
 from pivotrl.environments.rollout import EpisodeResult, run_episodes
-from pivotrl.evaluation.statistics import interval
-from pivotrl.generation.engine import Engine, Sampling
+from pivotrl.evaluation.statistics import interval, pass_at_k
+from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.rendering.chat import Renderer
 from pivotrl.rollouts import TokenCounts
 from pivotrl.trajectories.schema import Action, JsonDict
 
 View = tuple[list[JsonDict], list[JsonDict]]  # messages, tools
+
+
+@dataclass(frozen=True)
+class SampledAction(Action):
+    """An action with what was sampled for it, so that an episode can be trained on as it was generated."""
+
+    prompt_ids: tuple[int, ...] = ()
+    completion: Completion | None = None
+
+
+class Validity:
+    """How many assistant turns could be read, and how many of their calls fit the tools' schemas."""
+
+    def __init__(self) -> None:
+        self.turns = self.malformed = self.calls = self.valid_calls = 0
+
+    def add(self, action: Action, tools: Sequence[JsonDict]) -> None:
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        self.turns += 1
+        self.malformed += bool(action.problems)
+        self.calls += len(action.tool_calls)
+        self.valid_calls += sum(c.name in schemas and fits(c.arguments, schemas[c.name]) for c in action.tool_calls)
+
+    def to_json(self) -> dict[str, Any]:
+        tried = self.calls + self.malformed  # a turn that cannot be read is a call that failed
+        return {**vars(self), "share": self.valid_calls / tried if tried else None}
+
+
+def fits(arguments: JsonDict, schema: JsonDict) -> bool:
+    """Whether `arguments` satisfy a tool's JSON Schema."""
+    from jsonschema import Draft202012Validator
+
+    return bool(Draft202012Validator(schema).is_valid(arguments))
 
 
 class EngineActor:
@@ -24,6 +58,7 @@ class EngineActor:
         self.engine, self.renderer, self.sampling = engine, renderer, sampling
         self.room, self.seed = context_length - sampling.max_new_tokens, seed
         self.calls = 0
+        self.validity = Validity()
         self.spent = TokenCounts()
 
     @property
@@ -38,7 +73,9 @@ class EngineActor:
         groups = self.engine.generate([prompts[i] for i in fits], self.sampling, 1, seeds) if fits else []
         actions: list[Action | None] = [None] * len(prompts)
         for i, (completion,) in zip(fits, groups, strict=True):
-            actions[i] = self.renderer.parse(completion.token_ids, views[i][1])
+            action = self.renderer.parse(completion.token_ids, views[i][1])
+            self.validity.add(action, views[i][1])
+            actions[i] = SampledAction(**vars(action), prompt_ids=tuple(prompts[i]), completion=completion)
             self.spent += TokenCounts.of_completion(len(prompts[i]), completion)
         return actions
 
@@ -62,11 +99,21 @@ def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:
         "ci": list(interval(list(per_task.values()))),
         "n": len(judged),
         "trials": trials,
+        "pass_at": _pass_at(by_task.values()),
         "errors": len(results) - len(judged),
         "by_family": {f: sum(v) / len(v) for f, v in sorted(families.items())},
         "reasons": dict(sorted(reasons.items())),
         "per_task": per_task,
     }
+
+
+def _pass_at(by_task: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Mean pass@k over the tasks that have k judged trials, for k = 1, 2, 4, ... ."""
+    tasks, result, k = [v for v in by_task if v], {}, 1
+    while counted := [pass_at_k(len(v), int(sum(v)), k) for v in tasks if len(v) >= k]:
+        result[str(k)] = sum(counted) / len(counted)
+        k *= 2
+    return result
 
 
 def episode_row(result: EpisodeResult) -> dict[str, Any]:
@@ -88,7 +135,8 @@ def play(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The summary of all episodes, and their rows."""
     results = run_episodes(environment, tasks, actor, max_turns, trials)
-    return episode_summary(results), [episode_row(result) for result in results]
+    summary = {**episode_summary(results), "tool_calls": actor.validity.to_json()}
+    return summary, [episode_row(result) for result in results]
 
 
 def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, seed: int) -> dict[str, Any]:

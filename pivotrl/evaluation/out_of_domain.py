@@ -1,16 +1,14 @@
-"""Out-of-domain retention: multiple choice by log-likelihood (HellaSwag shape), scored by the served policy."""
+"""Out-of-domain retention: unrelated questions, scored by the served policy (kinds: evaluation/questions.py)."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from pivotrl.errors import UserError
+from pivotrl.evaluation.questions import ExactAnswer, Instructions, MultipleChoice, QuestionSet, answered, kept
 from pivotrl.evaluation.statistics import wilson
+from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.rendering.chat import Renderer
 
 
@@ -20,37 +18,36 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class MultipleChoice:
-    context: str
-    endings: tuple[str, ...]
-    label: int
+class ScoringEngine(Engine, Scorer, Protocol):
+    """What generates answers and scores texts."""
 
 
-def read_choices(path: Path, limit: int) -> list[MultipleChoice]:
-    """Rows {"activity_label", "ctx", "endings", "label"}. Raises UserError naming file and line of a bad row."""
-    if not path.exists():
-        raise UserError(f"evaluate.ood_path={path} does not exist; give a JSONL file in HellaSwag's shape, or null")
-    rows: list[MultipleChoice] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if len(rows) == limit:
-                break
-            try:
-                row = json.loads(line)
-                label, endings = int(row["label"]), tuple(str(e) for e in row["endings"])
-                context = f"{row['activity_label']}: {row['ctx']}" if row.get("activity_label") else str(row["ctx"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"{path}:{number}: not a multiple-choice row ({error!r}); "
-                    "expected ctx, endings (list) and label (index)"
-                ) from error
-            if not 0 <= label < len(endings):
-                raise UserError(f"{path}:{number}: label {label} is not an index into {len(endings)} endings")
-            rows.append(MultipleChoice(context, endings, label))
-    if not rows:
-        raise UserError(f"evaluate.ood_path={path} has no row")
-    return rows
+def evaluate_sets(
+    sets: Sequence[QuestionSet], engine: ScoringEngine, renderer: Renderer, max_new_tokens: int, context_length: int
+) -> dict[str, Any]:
+    """Accuracy over all questions, with its interval, and of each set under "sets"."""
+    found = {s.name: _evaluate(s, engine, renderer, max_new_tokens, context_length) for s in sets}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    per_task = {f"{name}/{i}": v for name, one in found.items() for i, v in one["per_task"].items()}
+    right = [v == 1.0 for v in per_task.values()]
+    return {
+        "name": ", ".join(found),
+        "accuracy": sum(right) / len(right),
+        "ci": list(wilson(sum(right), len(right))),
+        "n": len(right),
+        "per_task": per_task,
+        "sets": {name: {k: v for k, v in one.items() if k != "per_task"} for name, one in found.items()},
+    }
+
+
+def _evaluate(
+    questions: QuestionSet, engine: ScoringEngine, renderer: Renderer, max_new_tokens: int, context_length: int
+) -> dict[str, Any]:
+    if questions.kind == "choice":
+        rows = [row for row in questions.rows if isinstance(row, MultipleChoice)]
+        return evaluate_choices(rows, engine, renderer, questions.name)
+    return _generated(questions, engine, renderer, max_new_tokens, context_length)
 
 
 def evaluate_choices(rows: Sequence[MultipleChoice], scorer: Scorer, renderer: Renderer, name: str) -> dict[str, Any]:
@@ -62,9 +59,39 @@ def evaluate_choices(rows: Sequence[MultipleChoice], scorer: Scorer, renderer: R
     for row in rows:
         values = [next(normalised) for _ in row.endings]
         right.append(max(range(len(values)), key=values.__getitem__) == row.label)
+    return _accuracy(name, right)
+
+
+def _generated(
+    questions: QuestionSet, engine: ScoringEngine, renderer: Renderer, max_new_tokens: int, context_length: int
+) -> dict[str, Any]:
+    """Greedy answers to the questions as a user asks them; those beyond the context are left out and counted."""
+    rows = [row for row in questions.rows if isinstance(row, ExactAnswer | Instructions)]
+    prompts = [renderer.prompt_ids([{"role": "user", "content": row.prompt}], []) for row in rows]
+    fitting = [i for i, prompt in enumerate(prompts) if len(prompt) + max_new_tokens <= context_length]
+    greedy = Sampling(temperature=0.0, max_new_tokens=max_new_tokens)
+    groups = engine.generate([prompts[i] for i in fitting], greedy, 1, [0] * len(fitting)) if fitting else []
+    right, followed, wanted, cut = [], 0, 0, 0
+    for i, (completion,) in zip(fitting, groups, strict=True):
+        row, text = rows[i], renderer.decode(completion.token_ids).rpartition("</think>")[2].strip()
+        cut += completion.finish_reason == "length"
+        if isinstance(row, Instructions):
+            done, count = kept(text, row)
+            followed, wanted = followed + done, wanted + count
+            right.append(done == count)
+        else:
+            right.append(answered(text, row.answer))
+    result = _accuracy(questions.name, right)
+    result |= {"truncated": cut, "left_out": questions.left_out + len(rows) - len(fitting)}
+    if wanted:
+        result["instructions_followed"] = followed / wanted
+    return result
+
+
+def _accuracy(name: str, right: Sequence[bool]) -> dict[str, Any]:
     return {
         "name": name,
-        "accuracy": sum(right) / len(right),
+        "accuracy": sum(right) / len(right) if right else None,
         "ci": list(wilson(sum(right), len(right))),
         "n": len(right),
         "per_task": {str(i): float(r) for i, r in enumerate(right)},

@@ -1,4 +1,4 @@
-"""`pivotrl evaluate`: Base, SFT and PivotRL side by side, in one engine that is refitted from each checkpoint."""
+"""`pivotrl evaluate`: policies side by side, in one engine that is refitted from each checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from pivotrl.config import Config
+from pivotrl.environments.registry import get_environment
 from pivotrl.errors import UserError
+from pivotrl.evaluation.benchmark import run_benchmark
+from pivotrl.evaluation.drift_probe import DriftProbe
 from pivotrl.evaluation.in_domain import EngineActor, evaluate_turns, play
-from pivotrl.evaluation.out_of_domain import MultipleChoice, evaluate_choices, read_choices
+from pivotrl.evaluation.out_of_domain import evaluate_sets
+from pivotrl.evaluation.questions import read_sets
 from pivotrl.evaluation.statistics import paired_difference
-from pivotrl.generation.engine import Sampling
-from pivotrl.generation.vllm_engine import VllmEngine
+from pivotrl.evaluation.tasks import evaluation_tasks
+from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.io import append_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, render_states
 from pivotrl.models.folder import ModelFolder
@@ -25,7 +29,7 @@ from pivotrl.profiling.stage import read_turns
 from pivotrl.setup import Workbench
 from pivotrl.tracking.progress import progress
 
-STAGE_OF = {"base": None, "sft": "sft", "pivotrl": "train"}
+STAGE_OF = {"base": None, "sft": "sft", "pivotrl": "train", "e2e": "e2e"}
 
 
 def checkpoints(cfg: Config, run_dir: Path, base: Path) -> dict[str, Path]:
@@ -46,14 +50,14 @@ def checkpoints(cfg: Config, run_dir: Path, base: Path) -> dict[str, Path]:
 class Evaluator:
     """The measurements of one policy; the engine holds its weights."""
 
-    def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: VllmEngine):
-        self.cfg, self.bench, self.engine = cfg, bench, engine
+    def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: Engine):
+        self.cfg, self.run_dir, self.bench, self.engine = cfg, run_dir, bench, engine
         self.episodes = run_dir / "evaluate" / "episodes.jsonl"
         self.episodes.unlink(missing_ok=True)
         self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
-        self.choices: list[MultipleChoice] = []
-        if cfg.evaluate.ood_path:
-            self.choices = read_choices(Path(cfg.evaluate.ood_path), cfg.evaluate.ood_rows)
+        e = cfg.evaluate
+        self.sets = read_sets(e.ood_path, e.ood_rows) if e.ood_path else []
+        self.drift = DriftProbe(cfg, run_dir, bench, engine, self.sets) if e.drift else None
         if cfg.environment.name is None:
             turns = draw_turns(read_turns(run_dir, "validation"), cfg.evaluate.tasks, cfg.seed)
             self.states, _ = render_states(
@@ -83,9 +87,11 @@ class Evaluator:
         result = {}
         for mode, (sampling, trials) in self.modes().items():
             result[mode] = self._in_domain(sampling, trials, {"policy": policy, "mode": mode})
-        if self.choices:
-            name = Path(self.cfg.evaluate.ood_path or "").stem
-            result["ood"] = evaluate_choices(self.choices, self.engine, self.bench.renderer, name)
+        if self.sets:
+            length, new = self.cfg.model.context_length, self.cfg.evaluate.ood_max_new_tokens
+            result["ood"] = evaluate_sets(self.sets, self.engine, self.bench.renderer, new, length)
+        if self.drift is not None:
+            result["drift"] = self.drift.measure()
         return result
 
     def _in_domain(self, sampling: Sampling, trials: int, label: dict[str, str]) -> dict[str, Any]:
@@ -95,10 +101,8 @@ class Evaluator:
             found = evaluate_turns(self.states, roller, trials, cfg.seed)
             self._spend(found.pop("cost"))
             return found
-        from pivotrl.environments.registry import draw_tasks, get_environment
-
         environment = get_environment(cfg.environment.name)
-        tasks = draw_tasks(environment, "test", cfg.evaluate.tasks, cfg.seed, cfg.environment.families)
+        tasks = evaluation_tasks(cfg, self.run_dir, environment, cfg.evaluate.split, cfg.evaluate.tasks)
         actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
         found, rows = play(environment, tasks, trials, cfg.environment.max_turns, actor)
         append_jsonl(self.episodes, ({**label, **row} for row in rows))
@@ -117,6 +121,8 @@ def differences(policies: dict[str, Any]) -> dict[str, Any]:
         if policy == "base" or "base" not in policies:
             continue
         for mode, row in measured.items():
+            if "per_task" not in row:
+                continue
             ours, theirs = row["per_task"], policies["base"][mode]["per_task"]
             shared = sorted(set(ours) & set(theirs))
             if shared:
@@ -126,6 +132,10 @@ def differences(policies: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _short(success: float | None) -> str:
+    return "not judged" if success is None else f"{success:.2f}"
+
+
 def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     model = ModelFolder(folder)
     for name in model.file_of:
@@ -133,7 +143,9 @@ def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Measure every policy of `evaluate.policies`; writes evaluate/summary.json."""
+    """Measure every policy of `evaluate.policies`; writes evaluate/summary.json. With `benchmark=...`: that harness."""
+    if cfg.benchmark.name is not None:
+        return run_benchmark(cfg, run_dir)
     started = time.monotonic()
     bench = Workbench.build(cfg, run_dir)
     folders = checkpoints(cfg, run_dir, bench.start_policy)
@@ -144,10 +156,11 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
             if folder != bench.start_policy:
                 engine.refit(_weights(folder), version=version)
             policies[policy] = evaluator.measure(policy)
-            bar.advance(1, note=f"{policy} greedy {policies[policy]['greedy']['success']:.2f}")
+            bar.advance(1, note=f"{policy} greedy {_short(policies[policy]['greedy']['success'])}")
     cost = evaluator.cost
     summary = {
         "environment": cfg.environment.name,
+        "split": cfg.evaluate.split,
         "policies": policies,
         "differences": differences(policies),
         "rollouts": cost.pop("rollouts"),

@@ -1,4 +1,4 @@
-"""Intervals for success rates. Pure Python."""
+"""Intervals for success rates, and pass@k. Pure Python."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def interval(per_task: Sequence[float]) -> tuple[float, float]:
     if set(per_task) <= {0.0, 1.0}:
         return wilson(int(sum(per_task)), len(per_task))
     return bootstrap(per_task)
+
+
+def pass_at_k(trials: int, successes: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k trials succeeds (Chen et al. 2021), from `trials` >= k of them."""
+    if not 1 <= k <= trials or not 0 <= successes <= trials:
+        raise ValueError(f"pass@{k} of {successes} successes in {trials} trials")
+    return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> dict[str, float | list[float]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+    from pivotrl.refit.execute import Shard
+    from pivotrl.refit.layout import EngineLayout
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Completion:
     finish_reason: str  # "stop" | "length"
     weight_version: int
     cached_prompt_tokens: int = 0
+    # experts of each token, [tokens, MoE layers, top k], with `generation.routed_experts`
+    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 class Engine(Protocol):
@@ -43,17 +49,28 @@ class Engine(Protocol):
 
     weight_version: int
 
+    @property
+    def layout(self) -> EngineLayout:
+        """Which ranks of the world serve which part of the weights."""
+        ...
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
     ) -> list[list[Completion]]:
         """`n` completions for each prompt (token ids); `seeds[i]` seeds the n samples of prompt i."""
         ...
 
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs, at temperature 1, of each continuation's tokens after its prompt."""
+        ...
+
     def sleep(self) -> None: ...
 
     def wake(self) -> None: ...
 
-    def refit(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def wake_weights(self) -> None: ...
+
+    def refit(self, weights: Iterable[tuple[str, Tensor | Shard]], version: int) -> None:
         """Load Hugging Face named weights. Raises on missing, unknown or misshapen names; resets the prefix cache."""
         ...
 
@@ -81,3 +98,6 @@ class NonFiniteLogprobs(RuntimeError):
             f"{len(samples)} completions have NaN or infinite log-probs; the first: prompt {i}, sample {k}, token {t}. "
             "The weights served overflow or are damaged; look at the last update's gradient norm"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it travels between ranks
+        return type(self), (self.samples,)

@@ -10,6 +10,7 @@ import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import RefitError
@@ -61,6 +62,11 @@ def read_safetensors_shapes(path: Path) -> dict[str, Shape]:
     raise UserError(f"{path} is not a readable safetensors file (damaged or cut short?); copy it again")
 
 
+def is_scale(name: str) -> bool:
+    """Scales of quantised weights and activations, which must never be zero."""
+    return name.endswith(("_scale", "_scale_inv", ".scale"))
+
+
 @dataclass
 class RefitCheck:
     """Collects what is sent during one refit. `add` each tensor before it is loaded, then `finish`."""
@@ -78,8 +84,11 @@ class RefitCheck:
         if tuple(shape) != want:
             raise RefitError(f"refit: weight {name!r} has shape {tuple(shape)}, the engine's model expects {want}")
         if not finite:
-            raise RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
+            self.refuse_non_finite(name)
         self.seen.add(name)
+
+    def refuse_non_finite(self, name: str) -> NoReturn:
+        raise RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
 
     def finish(self) -> None:
         """Raises RefitError listing what was not sent."""

@@ -7,7 +7,7 @@
   linear layers), the copy itself is multiplied by unit vectors: one product and zeros, so the result is exact. The
   columns move on with each version, so that successive refits go through all of them.
 
-Under tensor parallelism a rank serves shards; these are reported as not verified, never assumed to be right.
+Under tensor parallelism each rank compares the shards that it serves with the parts of the tensors that it was sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pivotrl.generation.direct_load import packed_expert
 from pivotrl.generation.refit_check import EMBEDDING, HEAD
+from pivotrl.generation.served import served_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,6 +61,7 @@ class RefitVerifier:
         self._whole: dict[str, Tensor] = {}
 
     def sent(self, name: str, tensor: Tensor) -> None:
+        """Note what this rank is to serve of a weight (the whole of it, or its shard)."""
         matrix = tensor.ndim == 2
         expert = _EXPERT.search(name)
         on_cpu = tensor.device.type == "cpu"
@@ -73,35 +76,15 @@ class RefitVerifier:
     @torch.no_grad()
     def compare(self, model: nn.Module) -> RefitReport:
         """The report for `model`, vLLM's module as served by this process."""
-        from vllm.distributed import get_tensor_model_parallel_world_size
-
         report = RefitReport()
-        sharded = get_tensor_model_parallel_world_size() > 1
-        fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        for module_name, module in model.named_modules():
-            for parameter, served in module.named_parameters(recurse=False):
-                name = f"{module_name}.{parameter}"
-                sources = self._sources(module_name, parameter, served, fused)
-                if sharded and (served.ndim > 1 or served.numel() == 0):
-                    report.unverified.append(name)
-                elif served.ndim == 3:
-                    self._compare_experts(report, name, module, served, sources)
-                else:
-                    self._compare_dense(report, name, module, served, sources)
+        for name, module, _, served, sources in served_parameters(model):
+            if name == HEAD and HEAD not in self._sent:
+                sources = [EMBEDDING]
+            if served.ndim == 3:
+                self._compare_experts(report, name, module, served, sources)
+            else:
+                self._compare_dense(report, name, module, served, sources)
         return report
-
-    def _sources(self, module: str, parameter: str, served: Tensor, fused: dict[str, list[str]]) -> list[str]:
-        """Names sent for one served parameter, in the order in which they are laid out."""
-        prefix, _, last = module.rpartition(".")
-        if parameter in ("w13_weight", "w2_weight"):
-            layer = module[: module.index(".experts") + len(".experts")]
-            parts = ("gate_proj", "up_proj") if parameter == "w13_weight" else ("down_proj",)
-            return [f"{layer}.{e}.{part}.weight" for e in range(served.shape[0]) for part in parts]
-        if last in fused:
-            return [f"{prefix}.{part}.{parameter}" for part in fused[last]]
-        if f"{module}.{parameter}" == HEAD and HEAD not in self._sent:
-            return [EMBEDDING]
-        return [f"{module}.{parameter}"]
 
     def _compare_experts(
         self, report: RefitReport, name: str, module: nn.Module, served: Tensor, sources: list[str]
@@ -119,7 +102,7 @@ class RefitVerifier:
                 return
         if self._chosen is not None and served.device.type == "cpu":
             whole = torch.cat([self._whole[s] for s in sources[self._chosen * parts : (self._chosen + 1) * parts]])
-            if not torch.equal(_packed_expert(module, whole).flatten(), served[self._chosen].flatten()):
+            if not torch.equal(packed_expert(module, whole).flatten(), served[self._chosen].flatten()):
                 report.different.append(name)
                 return
         report.complete.append(name)
@@ -155,7 +138,8 @@ class RefitVerifier:
         columns = self._columns(width)
         copies = [served[:, columns]] if readable else []
         if hasattr(module, "cpu_linear"):
-            unit = torch.eye(width, dtype=self._dtype)[columns]  # [columns, width]
+            unit = torch.zeros(columns.stop - columns.start, width, dtype=self._dtype)  # [columns, width]
+            unit[:, columns].fill_diagonal_(1)
             linear: Any = module.cpu_linear
             copies.append(linear(unit, served, None).t())
         return copies
@@ -163,15 +147,6 @@ class RefitVerifier:
     def _columns(self, width: int) -> slice:
         start = min(self._version * COLUMNS % width, max(width - COLUMNS, 0))
         return slice(start, min(start + COLUMNS, width))
-
-
-def _packed_expert(module: nn.Module, weight: Tensor) -> Tensor:
-    """One expert's fused weight [out, in] in the layout in which this CPU build's kernel wants it."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    kernel: Any = module.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
-    packed: Tensor = cpu_prepack_moe_weight(weight[None], kernel.isa)
-    return packed
 
 
 def bit_sum(tensor: Tensor, dtype: torch.dtype, *, anyorder: bool = False) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pivotrl.errors import UserError
+from pivotrl.generation.base import StatefulEngine
 from pivotrl.generation.engine import Completion, Sampling
 from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
 from pivotrl.generation.requests import check_request
-from pivotrl.generation.state import EngineState
 
 if TYPE_CHECKING:
     from pivotrl.rollouts import Rollout
@@ -23,7 +23,7 @@ Script = Callable[[Sequence[int], int, int], Sequence[int]]
 Weight = Any  # a float, a flat list of floats, or anything with .shape and .tolist()
 
 
-class ScriptedEngine:
+class ScriptedEngine(StatefulEngine):
     """Deterministic completions: `script(prompt_ids, k, seed)` gives the ids of sample k of a prompt.
 
     Log-probs depend on the weights, the prompt and the sample. As in a real engine, a prompt's prefix is computed once
@@ -34,15 +34,14 @@ class ScriptedEngine:
     def __init__(
         self, script: Script, weights: Mapping[str, Weight] | None = None, stop_token_ids: Sequence[int] = ()
     ) -> None:
+        super().__init__()
         self.script = script
-        self.weight_version = 0
         self.weights: dict[str, Weight] = dict(weights or {"weight": 0.0})
         self.generate_calls = 0
         self.cache_resets = 0
         self._stop = frozenset(stop_token_ids)
         self._expected = ExpectedWeights({name: weight_shape(value) for name, value in self.weights.items()})
         self._prefix_cache: dict[tuple[int, ...], str] = {}  # prompt -> digest of the weights that computed it
-        self._state = EngineState()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
@@ -55,18 +54,22 @@ class ScriptedEngine:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
-    def sleep(self, *, discard_weights: bool = True) -> None:
-        self._state.require_sleep()
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Numbers that depend on weights and tokens alone."""
+        self._state.require_generate()
+        digest = weight_digest(self.weights)
+        return [
+            [-_unit_interval((digest, tuple(prompt), tuple(ids[: i + 1]))) for i in range(len(ids))]
+            for prompt, ids in zip(prompts, continuations, strict=True)
+        ]
+
+    def _sleep(self, discard_weights: bool) -> None:
         self._reset_prefix_cache()
-        self._state.slept(discard_weights=discard_weights)
 
-    def wake(self) -> None:
-        self._state.require_wake()
-        self._state.woke()
+    def _wake(self) -> None:
+        pass
 
-    def refit(self, weights: Iterable[tuple[str, Weight]], version: int) -> None:
-        self._state.require_refit()
-        self._state.refit_started()
+    def _load(self, weights: Iterable[tuple[str, Weight]], version: int) -> None:
         check = RefitCheck(self._expected)
         fresh: dict[str, Weight] = {}
         for name, value in weights:
@@ -75,11 +78,9 @@ class ScriptedEngine:
         check.finish()
         self.weights = fresh
         self._reset_prefix_cache()
-        self.weight_version = version
-        self._state.refitted()
 
-    def close(self) -> None:
-        self._state.closed()
+    def _close(self) -> None:
+        self._prefix_cache.clear()
 
     def _reset_prefix_cache(self) -> None:
         self._prefix_cache.clear()
@@ -99,7 +100,7 @@ class ScriptedEngine:
         return Completion(ids, logprobs, "length" if stop is None else "stop", self.weight_version, cached)
 
 
-class ReplayEngine:
+class ReplayEngine(StatefulEngine):
     """Gives back recorded completions: training or profiling from a rollout file, with no model.
 
     `prompts` maps turn ids to prompt token ids (rollout files keep only their number). Each call for a prompt takes its
@@ -107,8 +108,7 @@ class ReplayEngine:
     """
 
     def __init__(self, rollouts: Iterable[Rollout], prompts: Mapping[str, Sequence[int]]) -> None:
-        self.weight_version = 0
-        self._state = EngineState()
+        super().__init__()
         self._turns: dict[tuple[int, ...], list[str]] = defaultdict(list)
         self._recorded: dict[tuple[int, ...], list[Completion]] = defaultdict(list)
         for turn_id, ids in prompts.items():
@@ -133,25 +133,22 @@ class ReplayEngine:
         check_request(prompts, n, seeds)
         return [self._take(tuple(prompt), i, n) for i, prompt in enumerate(prompts)]
 
-    def sleep(self, *, discard_weights: bool = True) -> None:
-        self._state.require_sleep()
-        self._state.slept(discard_weights=discard_weights)
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise UserError("replay: recorded rollouts cannot score other tokens; use an engine with a model")
 
-    def wake(self) -> None:
-        self._state.require_wake()
-        self._state.woke()
+    def _sleep(self, discard_weights: bool) -> None:
+        pass
 
-    def refit(self, weights: Iterable[tuple[str, Weight]], version: int) -> None:
+    def _wake(self) -> None:
+        pass
+
+    def _load(self, weights: Iterable[tuple[str, Weight]], version: int) -> None:
         """Consumes `weights` (they may be a collective gather on other ranks) and keeps none."""
-        self._state.require_refit()
-        self._state.refit_started()
         for _ in weights:
             pass
-        self.weight_version = version
-        self._state.refitted()
 
-    def close(self) -> None:
-        self._state.closed()
+    def _close(self) -> None:
+        pass
 
     def _take(self, prompt: tuple[int, ...], index: int, n: int) -> list[Completion]:
         recorded = self._recorded.get(prompt, [])

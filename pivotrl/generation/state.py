@@ -49,6 +49,11 @@ class EngineState:
             raise EngineStateError("wake: the engine is ready already; a second wake() means that a sleep() was lost")
         self._require_weights("wake")
 
+    def require_wake_weights(self) -> None:
+        self._require_open("wake_weights")
+        if self.phase is not Phase.ASLEEP:
+            raise EngineStateError(f"wake_weights: the engine is {self.phase.value}; only a sleeping one can do that")
+
     def require_refit(self) -> None:
         self._require_open("refit")
 
@@ -59,6 +64,9 @@ class EngineState:
 
     def woke(self) -> None:
         self.phase = Phase.READY
+
+    def woke_weights(self) -> None:
+        self.phase = Phase.WEIGHTS_ONLY
 
     def refit_started(self) -> None:
         """From here until `refitted` the weights are neither the old nor the new ones."""

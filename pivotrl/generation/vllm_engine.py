@@ -5,29 +5,32 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pivotrl.config import Generation
 from pivotrl.errors import UserError
-from pivotrl.generation.engine import Completion, NonFiniteLogprobs, RefitError, Sampling
-from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
+from pivotrl.generation.base import StatefulEngine
+from pivotrl.generation.data_parallel import gather_groups, share
+from pivotrl.generation.engine import Completion, NonFiniteLogprobs, Sampling
+from pivotrl.generation.refit_check import ExpectedWeights
 from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
-from pivotrl.generation.state import EngineState
+from pivotrl.refit.layout import EngineLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pivotrl.generation.refit_verify import RefitReport
+    from pivotrl.refit.execute import Shard
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _BLOCK_TOKENS = 32  # KV block: what a prompt shares is reused in whole blocks, and the CPU kernels want multiples of 32
 _PREFILL_TOKENS = 4096  # tokens of one forward, at least
 
 
-class VllmEngine:
+class VllmEngine(StatefulEngine):
     """`pivotrl.generation.engine.Engine` on vLLM.
 
     Args:
@@ -37,8 +40,8 @@ class VllmEngine:
         seed: of the engine; samples are seeded one by one by `generate`.
         stop_token_ids: ids that end a completion (and are part of it). The model's own end ids are not added.
 
-    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes, each of which
-    makes the same calls with the same arguments.
+    Under torchrun it is one part of a tensor-parallel group of `generation.tensor_parallel` processes; the groups
+    share the prompts of a call. Every process makes the same calls with the same arguments and gets all completions.
     """
 
     def __init__(
@@ -54,13 +57,13 @@ class VllmEngine:
 
         if dtype not in _DTYPES:
             raise UserError(f"precision.engine={dtype!r}: the engine knows {', '.join(_DTYPES)}")
-        self.weight_version = 0
+        super().__init__()
         self.last_refit: RefitReport | None = None
         self._setup = vllm_setup
         self._generation = generation
         self._max_length = max_length
         self._stop_token_ids = list(stop_token_ids)
-        self._expected = ExpectedWeights.from_folder(model_dir)
+        ExpectedWeights.from_folder(model_dir)  # refuses a folder without weights before vLLM is started
         vllm_setup.set_environment()
         self._vllm = vllm_setup.import_vllm()
         self._on_cpu = self._vllm.platforms.current_platform.is_cpu()
@@ -88,6 +91,11 @@ class VllmEngine:
             "seed": seed,
             "use_tqdm_on_load": False,
         }
+        if generation.routed_experts:
+            if self._on_cpu:
+                raise UserError("generation.routed_experts: CPU builds of vLLM cannot give them back; set it to false")
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that gives them back
+            arguments["enable_return_routed_experts"] = True
         if self._on_cpu:
             # a chunk of a seeded prompt rewinds its generator, which CPU generators cannot do (RuntimeError)
             arguments["enable_chunked_prefill"] = False
@@ -102,7 +110,16 @@ class VllmEngine:
             self._llm = self._vllm.LLM(**arguments)
         self._model_config = self._llm.llm_engine.model_config
         self._vocabulary = self._model_config.get_vocab_size()
-        self._state = EngineState()
+        from pivotrl.generation.vllm_refit import VllmRefit
+
+        tensor_rank = int(os.environ.get("RANK", "0")) % generation.tensor_parallel
+        self._refit = VllmRefit(self._llm, vllm_setup, model_dir, generation, tensor_rank)
+
+    @property
+    def layout(self) -> EngineLayout:
+        """Which ranks of the world serve which part of the weights."""
+        tensor = self._generation.tensor_parallel
+        return EngineLayout(int(os.environ.get("WORLD_SIZE", "1")) // tensor, tensor)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
@@ -122,13 +139,31 @@ class VllmEngine:
         check_token_ids(prompts, self._vocabulary)
         if not prompts:
             return []
+        # prompts that share a history are neighbours: its blocks are still cached when the next one comes
+        order = sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))
+        if self.layout.engines == 1:
+            return self._sample(prompts, sampling, n, seeds, order)
+        mine = share(order, int(os.environ["RANK"]) // self.layout.tensor, self.layout.engines)
+        return gather_groups(len(prompts), mine, lambda: self._sample(prompts, sampling, n, seeds, mine))
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        seeds: Sequence[int],
+        order: Sequence[int],
+    ) -> list[list[Completion]]:
+        """Completions of the prompts in `order`, at their places; the others' places stay empty."""
         # one request per sample (vLLM's own n= does the same inside): it reports each one's cached tokens and takes
         # seeds that are not neighbours
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
-        params = [self._params(sampling, sample_seed(seed, k)) for seed in seeds for k in range(n)]
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        requests = [{"prompt_token_ids": list(prompts[i])} for i in order for _ in range(n)]
+        params = [self._params(sampling, sample_seed(seeds[i], k)) for i in order for k in range(n)]
+        outputs = self._llm.generate(requests, params, use_tqdm=False) if requests else []
         completions = [self._completion(output) for output in outputs]
-        groups = [completions[i : i + n] for i in range(0, len(completions), n)]
+        groups: list[list[Completion]] = [[]] * len(prompts)
+        for place, i in enumerate(order):
+            groups[i] = completions[place * n : (place + 1) * n]
         _refuse_non_finite(groups)
         return groups
 
@@ -145,58 +180,32 @@ class VllmEngine:
             for output, ids, prompt in zip(outputs, whole, prompts, strict=True)
         ]
 
-    def sleep(self, *, discard_weights: bool = True) -> None:
-        """Give the accelerator's memory back. Discarded weights (the default) come back by `refit` only.
-
-        On CPU builds no memory moves; the same order of calls is demanded.
-        """
-        self._state.require_sleep()
+    def _sleep(self, discard_weights: bool) -> None:
+        """On CPU builds no memory moves; the same order of calls is demanded."""
         if not self._on_cpu:
             self._llm.sleep(level=2 if discard_weights else 1)
         self._reset_prefix_cache()
-        self._state.slept(discard_weights=discard_weights)
 
-    def wake(self) -> None:
-        self._state.require_wake()
+    def _wake(self) -> None:
         if not self._on_cpu:
             self._llm.wake_up()  # what is still asleep: the KV cache, and the weights if they were kept
-        self._state.woke()
 
-    def refit(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `Engine.refit`. Asleep, it wakes the weights only (the KV cache stays given back until `wake`).
-
-        Every tensor is checked before it is loaded; a list or tuple is checked whole before anything is. After an error
-        the engine refuses to generate until a refit succeeds.
-        """
-        self._state.require_refit()
-        if isinstance(weights, list | tuple):
-            check = RefitCheck(self._expected)
-            self._state.refit_started()
-            for name, tensor in weights:
-                check.add(name, tuple(tensor.shape), finite=True)
-            check.finish()
-        from pivotrl.generation.refit_verify import RefitVerifier
-
-        if not self._on_cpu and self._llm.llm_engine.is_sleeping():
+    def _wake_weights(self) -> None:
+        if not self._on_cpu:
             self._llm.wake_up(tags=["weights"])
-        self._state.refit_started()
-        verifier = None
-        if self._generation.verify_refit:
-            verifier = RefitVerifier(self._expected.shapes, self._model_config.dtype, version)
-        self._load(weights, verifier)
-        self._reset_prefix_cache()
-        if verifier is not None:
-            self.last_refit = self._verify(verifier)
-        self.weight_version = version
-        self._state.refitted()
 
-    def close(self) -> None:
+    def _load(self, weights: Iterable[tuple[str, Tensor | Shard]], version: int) -> None:
+        """Every tensor is checked before it is loaded; a list or tuple is checked whole before anything is."""
+        report = self._refit.run(weights, version)
+        self._reset_prefix_cache()
+        self.last_refit = report or self.last_refit
+
+    def _close(self) -> None:
         """Free the model and the KV cache. The trainer's process groups stay."""
         if hasattr(self, "_llm"):
             with self._setup.default_group_kept() if self._joined_groups else nullcontext():
-                del self._llm
+                del self._llm, self._refit
                 gc.collect()
-        self._state.closed()
 
     def _params(self, sampling: Sampling, seed: int) -> Any:
         return self._vllm.SamplingParams(
@@ -220,38 +229,13 @@ class VllmEngine:
         if tuple(logprobs.token_ids) != ids:
             raise RuntimeError("the engine's log-probs are not those of its sampled tokens (unknown vLLM version?)")
         return Completion(
-            ids, tuple(logprobs.logprobs), sample.finish_reason, self.weight_version, output.num_cached_tokens or 0
+            ids,
+            tuple(logprobs.logprobs),
+            sample.finish_reason,
+            self.weight_version,
+            output.num_cached_tokens or 0,
+            sample.routed_experts,
         )
-
-    def _load(self, weights: Iterable[tuple[str, Tensor]], verifier: Any) -> None:
-        check = RefitCheck(self._expected)
-
-        def checked() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                check.add(name, tuple(tensor.shape), finite=_is_finite(tensor))
-                if verifier is not None:
-                    verifier.sent(name, tensor)
-                yield name, tensor
-            check.finish()
-
-        try:
-            with self._setup.quiet():
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked()})
-                if self._on_cpu:
-                    self._llm.apply_model(self._setup.repack_heads)
-        except BaseException:
-            with self._setup.quiet():
-                self._llm.apply_model(lambda model: self._setup.finish_broken_reload(model, self._model_config))
-            raise
-
-    def _verify(self, verifier: Any) -> RefitReport:
-        report: RefitReport = self._llm.apply_model(verifier.compare)[0]
-        if report.different:
-            raise RefitError(
-                f"refit: after loading, the engine serves other values than were sent for {len(report.different)} "
-                "weights: " + ", ".join(report.different[:8])
-            )
-        return report
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -262,12 +246,6 @@ def _has_process_groups() -> bool:
     import torch
 
     return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """One pass, no temporary: NaN and infinity come through to the extremes."""
-    low, high = tensor.detach().aminmax()
-    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _refuse_non_finite(groups: list[list[Completion]]) -> None:

@@ -21,6 +21,7 @@ class Layout:
 
     tensor: int
     pipeline: int
+    context: int
     expert: int
     expert_tensor: int
 
@@ -31,21 +32,19 @@ _layout: Layout | None = None
 def initialise(parallel: Parallel) -> None:
     """Start torch.distributed (torchrun's environment, or alone) and the groups of megatron-core, once a process.
 
-    Raises UserError where the sizes do not fit the number of processes or need what this policy does not have.
+    Raises UserError where the sizes do not fit the number of processes.
     """
     global _layout
-    if parallel.context > 1:
-        raise UserError("parallel.context: context parallelism is not supported by the tree attention; set it to 1")
     if not dist.is_initialized():
         _start()
-    world, model = dist.get_world_size(), parallel.tensor * parallel.pipeline
+    world, model = dist.get_world_size(), parallel.tensor * parallel.pipeline * parallel.context
     experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
     if world % model or world % experts:
         raise UserError(
-            f"parallel: {world} processes cannot be split into tensor x pipeline = {model} "
+            f"parallel: {world} processes cannot be split into tensor x pipeline x context = {model} "
             f"and expert x expert_tensor x pipeline = {experts}; start a multiple of both"
         )
-    wanted = Layout(parallel.tensor, parallel.pipeline, parallel.expert, parallel.expert_tensor)
+    wanted = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor)
     if groups.model_parallel_is_initialized():
         if wanted != _layout:
             raise RuntimeError(
@@ -57,6 +56,7 @@ def initialise(parallel: Parallel) -> None:
         groups.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
         )

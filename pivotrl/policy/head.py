@@ -39,8 +39,9 @@ class _TargetLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, pair_row: Tensor, pair_token: Tensor, temperature: float, group: Any
     ) -> tuple[Tensor, Tensor]:
         rows, vocabulary = hidden.shape[0], weight.shape[0]
-        peak, total, weighted = (torch.zeros(rows) for _ in range(3))  # [U] max, sum of exp, sum of exp * score
-        target = torch.zeros(pair_row.shape[0])  # [P] score of the target
+        # [U] max, sum of exp, sum of exp * score
+        peak, total, weighted = (torch.zeros(rows, device=hidden.device) for _ in range(3))
+        target = torch.zeros(pair_row.shape[0], device=hidden.device)  # [P] score of the target
         mine = (pair_token >= 0) & (pair_token < vocabulary)
         ctx.spans = []
         for a, b in chunks(rows, vocabulary):
@@ -72,9 +73,10 @@ class _TargetLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, pair_row, pair_token, mine, normaliser, entropy = ctx.saved_tensors
         by_pair, by_entropy = grads
-        g = torch.zeros(pair_row.shape[0]) if by_pair is None else by_pair
-        by_row = torch.zeros(hidden.shape[0]).index_add_(0, pair_row, g)  # [U]
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros(weight.shape, dtype=torch.float32)
+        g = torch.zeros(pair_row.shape[0], device=hidden.device) if by_pair is None else by_pair
+        by_row = torch.zeros(hidden.shape[0], device=hidden.device).index_add_(0, pair_row, g)  # [U]
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=hidden.device)
         for a, b, p, q in ctx.spans:
             x = scores(hidden[a:b], weight, ctx.temperature).sub_(normaliser[a:b, None])  # log-softmax
             factor = by_row[a:b, None]

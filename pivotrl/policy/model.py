@@ -23,8 +23,15 @@ from pivotrl.errors import UserError
 from pivotrl.models.dims import Dims
 from pivotrl.policy.head import target_logprobs
 from pivotrl.policy.modules import RMSNorm, SwiGLU
-from pivotrl.policy.prefix_tree import PrefixTree
-from pivotrl.policy.tree_attention import TreeAttention, TreeParams, rope_tables, tree_blocks
+from pivotrl.policy.prefix_tree import PrefixTree, split_rows
+from pivotrl.policy.tree_attention import (
+    ContextSplit,
+    TreeAttention,
+    TreeParams,
+    attention_plan,
+    gather_pairs,
+    rope_tables,
+)
 
 
 class PolicyModel(GPTModel):
@@ -62,26 +69,47 @@ class PolicyModel(GPTModel):
     def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float) -> Tensor:
         """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs."""
         device = next(self.parameters()).device
-        order = np.argsort(tree.pair_row, kind="stable")
-        sources, pair_source = np.unique(tree.pair_row[order], return_inverse=True)
-        position_ids = torch.from_numpy(tree.position_ids).to(device)
-        cosine, sine = rope_tables(position_ids, self.config.kv_channels, self.rope_theta, self.config.params_dtype)
+        group = groups.get_context_parallel_group()
+        parts = split_rows(tree.position_ids, group.size())
+        rows = parts[group.rank()]  # [R] of this rank
+        # pairs by rank and then by row, so that each rank's sources are ascending
+        owner = np.empty(len(tree.token_ids), dtype=np.int64)
+        for rank, part in enumerate(parts):
+            owner[part] = rank
+        order = np.lexsort((tree.pair_row, owner[tree.pair_row]))
+        counts = np.bincount(owner[tree.pair_row], minlength=len(parts)).tolist()
+        first = sum(counts[: group.rank()])
+        mine = order[first : first + counts[group.rank()]]
+        sources, pair_source = np.unique(np.searchsorted(rows, tree.pair_row[mine]), return_inverse=True)
+
+        def tables(positions: Any) -> tuple[Tensor, Tensor]:
+            ids = torch.from_numpy(positions).to(device)
+            return rope_tables(ids, self.config.kv_channels, self.rope_theta, self.config.params_dtype)
+
+        split = None
+        if len(parts) > 1:
+            by_rank = np.concatenate(parts)
+            split = ContextSplit(group, *(torch.from_numpy(x).to(device) for x in (by_rank, np.argsort(by_rank))))
+        own_tables = tables(tree.position_ids[rows])
         params = TreeParams(
             qkv_format="sbhd",
-            max_seqlen_q=len(tree.token_ids),
+            max_seqlen_q=len(rows),
             max_seqlen_kv=len(tree.token_ids),
-            blocks=tree_blocks(tree.segments, device),
-            cosine=cosine,
-            sine=sine,
+            plan=attention_plan(tree, rows, device),
+            tables=own_tables,
+            key_tables=tables(tree.position_ids) if split else own_tables,
+            split=split,
             sources=torch.from_numpy(sources).to(device),
             pair_source=torch.from_numpy(pair_source).to(device),
-            pair_token=torch.from_numpy(tree.pair_token[order]).to(device),
+            pair_token=torch.from_numpy(tree.pair_token[mine]).to(device),
             temperature=temperature,
         )
-        ids = torch.from_numpy(tree.token_ids).to(device)[None]  # [1, S]
-        out: Tensor = wrapped(ids, position_ids[None], None, packed_seq_params=params)
+        ids, positions = (torch.from_numpy(x[rows]).to(device)[None] for x in (tree.token_ids, tree.position_ids))
+        out: Tensor = wrapped(ids, positions, None, packed_seq_params=params)  # ids [1, R]
         if not self.post_process:
             return out
+        if split:
+            out = gather_pairs(out, counts, group)
         return out[:, torch.from_numpy(np.argsort(order)).to(device)]
 
 
@@ -126,6 +154,7 @@ def transformer_config(
         moe_grouped_gemm=False,
         moe_permute_fusion=False,
         tensor_model_parallel_size=parallel.tensor,
+        context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,

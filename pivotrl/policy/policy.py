@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,13 @@ from pivotrl.models.registry import family_for
 from pivotrl.policy import cpu_shim, distributed
 from pivotrl.policy.memory import release_unused
 from pivotrl.policy.model import PolicyModel, build_model, transformer_config
+from pivotrl.policy.offload import TrainerMemory
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
+from pivotrl.policy.refit import RefitSource
 from pivotrl.policy.schedule import learning_rate
 from pivotrl.policy.weights import full_weights, load_weights, write_folder
+from pivotrl.refit.execute import Shard
+from pivotrl.refit.layout import EngineLayout
 
 EVALUATION_TOKENS = 4096  # unique tokens of a forward without gradient, for a policy that has no optimizer
 
@@ -71,6 +76,7 @@ class MegatronPolicy:
         self.optimizer: Any = None
         self.wrapped: Any = Float16Module(model.config, model) if model.config.bf16 else model
         self._reference: list[Tensor] | None = None
+        self.refit_source = RefitSource(model, dims, table)
 
     @classmethod
     def load(
@@ -155,6 +161,11 @@ class MegatronPolicy:
 
         config.finalize_model_grads_func = finalize
 
+    @cached_property
+    def memory(self) -> TrainerMemory:
+        """What can be given back while the engine has the accelerator."""
+        return TrainerMemory(self.model, self.optimizer)
+
     def _groups(self) -> list[dict[str, Any]]:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [g for o in chained if o.optimizer is not None for g in o.optimizer.param_groups]
@@ -225,6 +236,10 @@ class MegatronPolicy:
         """(Hugging Face name, full tensor) of every weight, in the policy's dtype; every rank must consume all."""
         return full_weights(self.model, self.dims, self.table)
 
+    def weights_for(self, engine: EngineLayout) -> Iterator[tuple[str, Tensor | Shard]]:
+        """(Hugging Face name, what this rank's engine serves of it), sent by plan; every rank must consume all."""
+        return self.refit_source.stream(engine)
+
     def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder whole or not at all; config and tokenizer are `source_dir`'s. All ranks call it.
 
@@ -253,7 +268,10 @@ class MegatronPolicy:
         """This data-parallel rank's micro-batches; as many on every rank."""
         budget = self.settings.tokens_per_microbatch if self.settings else EVALUATION_TOKENS
         plans = schedule(sequences, budget, groups.get_data_parallel_world_size())
-        multiple = self.model.config.tensor_model_parallel_size if self.model.config.sequence_parallel else 1
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.context_parallel_size > 1:  # rows are dealt in pieces of 16 at least
+            multiple = config.context_parallel_size * math.lcm(multiple, 16)
         return [build_tree(sequences, batch, multiple) for batch in plans[groups.get_data_parallel_rank()]]
 
     def _forward_backward(
@@ -287,8 +305,9 @@ class MegatronPolicy:
         return result
 
     def _counts_here(self) -> bool:
-        """True on one rank of each data-parallel replica: the last stage's first tensor-parallel rank."""
-        return groups.is_pipeline_last_stage() and groups.get_tensor_model_parallel_rank() == 0
+        """True on one rank of each data-parallel replica: the last stage's first tensor- and context-parallel rank."""
+        first = groups.get_tensor_model_parallel_rank() == groups.get_context_parallel_rank() == 0
+        return groups.is_pipeline_last_stage() and first
 
     def _sum_metrics(self, metrics: list[dict[str, Tensor]], trees: list[PrefixTree]) -> dict[str, float]:
         """Sum (of names that end in "_max": maximum) over micro-batches and data-parallel ranks, on every rank."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+SPLIT_PIECE = 128  # rows of a piece that context-parallel ranks are dealt, at most
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A run of rows [start, end) without branches; its descendants are the rows [end, subtree_end)."""
+class Chain:
+    """Rows [start, end) of which each is the parent of the next. `path` are the rows before its first: ranges, root
+    first, each a part of one other chain."""
 
     start: int
     end: int
-    subtree_end: int
-    parent: int  # index of the parent segment, -1 for a root
+    path: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class PrefixTree:
     token_ids: Ints  # [S]
     position_ids: Ints  # [S] depth
     subtree_end: Ints  # [S]
-    segments: tuple[Segment, ...]
+    chains: tuple[Chain, ...]  # cover the rows in order
     pair_row: Ints  # [P] row whose hidden state predicts the target
     pair_token: Ints  # [P] target token id
     pair_sequence: Ints  # [P] index in the list of sequences that the caller gave
@@ -88,44 +89,42 @@ def build_tree(
 ) -> PrefixTree:
     """The trie of `sequences[i] for i in indices` (all by default), padded to a multiple of `multiple_of` rows.
 
+    The largest subtree of a node comes first: the path to any row is then a few ranges of rows (a logarithm of the
+    number of rows at most; one for the pivots of a trajectory), and small siblings stand side by side.
     Without any sequence the tree is padding only: a micro-batch that takes part in the collectives of a step and has
-    no loss. Padding rows form a root of their own, which nothing else sees.
+    no loss. Padding rows come last and form a root of their own, which nothing else sees.
     """
     indices = range(len(sequences)) if indices is None else indices
     chosen = [sequences[i] for i in indices]
     order, shared = depth_first_order(chosen)
     tokens: list[Ints] = []
-    positions: list[Ints] = []
-    ends = np.zeros(sum(len(s.token_ids) for s in chosen) + multiple_of, dtype=np.int64)
+    parents: list[Ints] = []
+    sizes = np.zeros(sum(len(s.token_ids) for s in chosen), dtype=np.int64)  # rows of each subtree
     pairs: list[tuple[int, Ints, Ints]] = []  # (place in `chosen`, rows, targets)
     path: Ints = np.zeros(0, dtype=np.int64)  # rows of the sequence before, root first
     rows = 0
     for place, keep in zip(order, shared, strict=True):
         ids = np.asarray(chosen[place].token_ids, dtype=np.int64)
-        ends[path[keep:]] = rows  # the walk leaves these nodes
-        new = len(ids) - keep
-        path = np.concatenate([path[:keep], np.arange(rows, rows + new)])
+        sizes[path[keep:]] = rows - path[keep:]  # the walk leaves these nodes
+        path = np.concatenate([path[:keep], np.arange(rows, rows + len(ids) - keep)])
         tokens.append(ids[keep:])
-        positions.append(np.arange(keep, len(ids)))
-        rows += new
+        parents.append(np.concatenate([[-1], path])[keep:-1])
+        rows += len(ids) - keep
         targets = np.asarray(chosen[place].targets, dtype=np.int64)
         pairs.append((place, path[targets - 1], ids[targets]))
-    ends[path] = rows
-    unique = rows
-    padding = -rows % multiple_of if rows else multiple_of
-    if padding:
-        tokens.append(np.zeros(padding, dtype=np.int64))
-        positions.append(np.arange(padding))
-        ends[rows : rows + padding] = rows + padding
-        rows += padding
+    sizes[path] = rows - path
+    unique, padding = rows, -rows % multiple_of if rows else multiple_of
+    walk = _largest_first(_concatenate(parents), sizes[:rows])
+    row_of = np.argsort(walk)  # row before -> row now
+    parent = np.concatenate([[-1], row_of])[_concatenate(parents)[walk] + 1]
+    parent = np.concatenate([parent, np.arange(padding) - 1 + np.where(np.arange(padding), rows, 0)])
     pairs.sort(key=lambda p: p[0])
-    ends = ends[:rows]
     return PrefixTree(
-        token_ids=_concatenate(tokens),
-        position_ids=_concatenate(positions),
-        subtree_end=ends,
-        segments=_segments(ends),
-        pair_row=_concatenate([r for _, r, _ in pairs]),
+        token_ids=np.concatenate([_concatenate(tokens)[walk], np.zeros(padding, dtype=np.int64)]),
+        position_ids=_depths(parent),
+        subtree_end=np.arange(rows + padding) + np.concatenate([sizes[:rows][walk], np.arange(padding, 0, -1)]),
+        chains=_chains(parent),
+        pair_row=row_of[_concatenate([r for _, r, _ in pairs])],
         pair_token=_concatenate([t for _, _, t in pairs]),
         pair_sequence=_concatenate([np.full(len(r), indices[p], dtype=np.int64) for p, r, _ in pairs]),
         pair_offset=_concatenate([np.arange(len(r)) for _, r, _ in pairs]),
@@ -148,7 +147,8 @@ def schedule(sequences: Sequence[TokenSequence], budget: int, ranks: int) -> lis
     """[rank][micro-batch] -> indices; every rank has the same number of micro-batches, empty ones where needed.
 
     Ranks that take part in collectives must run the same number of forwards (field report D1). Where the budget
-    leaves the last round uneven, the smallest budget with the same number of rounds spreads the work.
+    leaves the last round uneven, the smallest budget with the same number of rounds spreads the work; micro-batches
+    of one round are of similar size, and the unique tokens of two ranks differ by one micro-batch at most.
     """
     order, shared = depth_first_order(sequences)
     lengths = [len(sequences[i].token_ids) for i in order]
@@ -163,7 +163,48 @@ def schedule(sequences: Sequence[TokenSequence], budget: int, ranks: int) -> lis
             low = middle + 1
     batches = _pack(lengths, order, shared, high)
     batches += [[] for _ in range(rounds * ranks - len(batches))]
-    return [[batches[k * ranks + r] for k in range(rounds)] for r in range(ranks)]
+    return [[batches[k] for k in mine] for mine in deal([unique_tokens(sequences, b) for b in batches], ranks)]
+
+
+def unique_tokens(sequences: Sequence[TokenSequence], indices: Sequence[int]) -> int:
+    """Nodes of the trie of `sequences[i] for i in indices`."""
+    chosen = [sequences[i] for i in indices]
+    return sum(len(s.token_ids) for s in chosen) - sum(depth_first_order(chosen)[1])
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices of `costs` for each rank, as many for each; the sums differ by no more than the largest cost.
+
+    In rounds of falling cost, the dearest of a round to the rank that has least. Raises ValueError where the number of
+    costs is no multiple of `ranks`.
+    """
+    if len(costs) % ranks:
+        raise ValueError(f"{len(costs)} pieces cannot be dealt evenly to {ranks} ranks")
+    falling = sorted(range(len(costs)), key=lambda i: -costs[i])
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0.0] * ranks
+    for first in range(0, len(costs), ranks):
+        poorest = sorted(range(ranks), key=sums.__getitem__)
+        for i, rank in zip(falling[first : first + ranks], poorest, strict=True):
+            dealt[rank].append(i)
+            sums[rank] += costs[i]
+    return dealt
+
+
+def split_rows(position_ids: Ints, ranks: int) -> list[Ints]:
+    """Rows of each context-parallel rank, ascending: as many for each, and nearly as many (row, visible row) pairs.
+
+    A row at depth d sees d + 1 rows. Rows are dealt in contiguous pieces, so that the attention of a rank stays a few
+    large products; S must be a multiple of `ranks` (and of 16 a rank, for pieces of at least 16 rows).
+    """
+    mine, rest = divmod(len(position_ids), ranks)
+    if rest:
+        raise ValueError(f"{len(position_ids)} rows cannot be split evenly over {ranks} ranks: pad the tree")
+    longest = max(SPLIT_PIECE // 8, min(SPLIT_PIECE, mine // 4))
+    size = next(n for n in range(min(longest, mine), 0, -1) if mine % n == 0)
+    pieces = np.arange(len(position_ids)).reshape(-1, size)
+    costs = (position_ids.reshape(-1, size) + 1).sum(1).tolist()
+    return [pieces[sorted(dealt)].ravel() for dealt in deal(costs, ranks)]
 
 
 def _pack(lengths: list[int], order: list[int], shared: list[int], budget: int) -> list[list[int]]:
@@ -179,17 +220,53 @@ def _pack(lengths: list[int], order: list[int], shared: list[int], budget: int) 
     return batches
 
 
-def _segments(ends: Ints) -> tuple[Segment, ...]:
-    """Runs of rows with the same subtree end: an only child's subtree ends where its parent's does."""
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(ends)) + 1, [len(ends)]])
-    segments: list[Segment] = []
-    open_segments: list[int] = []
-    for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        while open_segments and segments[open_segments[-1]].subtree_end <= a:
-            open_segments.pop()
-        segments.append(Segment(a, b, int(ends[a]), open_segments[-1] if open_segments else -1))
-        open_segments.append(len(segments) - 1)
-    return tuple(segments)
+def _largest_first(parent: Ints, sizes: Ints) -> Ints:
+    """Another depth-first walk of the trie, larger subtrees before smaller ones: the row at each of its places."""
+    if not len(parent):
+        return parent
+    branching = np.bincount(parent[parent >= 0], minlength=len(parent)) > 1
+    starts = np.union1d(_chain_starts(parent), np.flatnonzero(branching) + 1)  # of runs without branches
+    stops = np.append(starts[1:], len(parent))
+    children: dict[int, list[int]] = {}  # row -> segments below it
+    for segment, row in enumerate(parent[starts].tolist()):
+        children.setdefault(row, []).append(segment)
+    walk: list[Ints] = []
+    stack = [-1]
+    while stack:
+        segment = stack.pop()
+        if segment >= 0:
+            walk.append(np.arange(starts[segment], stops[segment]))
+        below = children.get(int(stops[segment]) - 1 if segment >= 0 else -1, [])
+        stack.extend(sorted(below, key=lambda s: (sizes[starts[s]], -s)))  # the last is taken first
+    return _concatenate(walk)
+
+
+def _chain_starts(parent: Ints) -> Ints:
+    """Row 0, and the rows whose parent is not the row before."""
+    return np.flatnonzero((np.arange(len(parent)) - 1 != parent) | (parent < 0))
+
+
+def _depths(parent: Ints) -> Ints:
+    """Depth of every row: that of its parent and one."""
+    starts = _chain_starts(parent)
+    depths = np.zeros(len(parent), dtype=np.int64)
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(parent)], strict=True):
+        depth = depths[parent[start]] + 1 if parent[start] >= 0 else 0
+        depths[start:stop] = np.arange(depth, depth + stop - start)
+    return depths
+
+
+def _chains(parent: Ints) -> tuple[Chain, ...]:
+    starts = _chain_starts(parent)
+    chains: list[Chain] = []
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(parent)], strict=True):
+        row = int(parent[start])
+        path: tuple[tuple[int, int], ...] = ()
+        if row >= 0:
+            above = chains[int(np.searchsorted(starts, row, side="right")) - 1]
+            path = (*above.path, (above.start, row + 1))
+        chains.append(Chain(start, stop, path))
+    return tuple(chains)
 
 
 def _concatenate(parts: list[Ints]) -> Ints:

@@ -14,6 +14,7 @@ from pivotrl.config import Config
 from pivotrl.io import write_json
 from pivotrl.tracking import report_sections as sections
 from pivotrl.tracking import results
+from pivotrl.tracking.report_audit import audit_view
 from pivotrl.tracking.report_data import JsonDict, RunData, counts, load
 from pivotrl.tracking.report_sections import number
 
@@ -64,6 +65,7 @@ def context(data: RunData) -> dict[str, Any]:
         "turns_facts": _flat_facts(data.summaries.get("turns", {})),
         "landscape": sections.landscape(data),
         "examples": [sections.example_view(e) for e in data.examples],
+        "audit": audit_view(data),
         "curves": sections.train_curves(data),
         "sft_curves": sections.sft_curves(data),
         "results": sections.results_view(data.summaries.get("evaluate")),

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pivotrl.stages import STAGES
+
 JsonDict = dict[str, Any]
-STAGE_ORDER = ("turns", "warmup", "profile", "select", "train", "sft", "evaluate", "report")
+STAGE_ORDER = tuple(STAGES)
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,25 @@ class RunData:
     pivots: set[str] | None = None  # turn ids; None: not selected
     metrics: dict[str, list[JsonDict]] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
+    audit_examples: list[JsonDict] = field(default_factory=list)  # rows of audit/examples.jsonl
 
 
 def load(run_dir: Path) -> RunData:
     """Read a run; torn last lines (a stage still at work, or killed) are ignored."""
     data = RunData(run_dir, _read_config(run_dir))
     for stage in STAGE_ORDER:
-        if (summary := _read_json(run_dir / stage / "summary.json")) is not None:
+        if (summary := _read_json(run_dir / STAGES[stage].folder / "summary.json")) is not None:
             data.summaries[stage] = summary
     data.pipeline = _read_json(run_dir / "pipeline.json") or {}
     data.profile = list(whole_rows(run_dir / "profile" / "turns.jsonl"))
     pivots = run_dir / "select" / "pivots.jsonl"
     if pivots.is_file():
         data.pivots = {str(row.get("turn_id", row.get("id"))) for row in whole_rows(pivots)}
-    for stage in ("warmup", "train", "sft"):
+    for stage in ("warmup", "train", "sft", "e2e"):
         if rows := last_of_each_step(whole_rows(run_dir / stage / "metrics.jsonl")):
             data.metrics[stage] = rows
     data.examples = _examples(data)
+    data.audit_examples = list(whole_rows(run_dir / "audit" / "examples.jsonl"))
     return data
 
 
@@ -64,7 +68,7 @@ def _read_config(run_dir: Path) -> JsonDict:
     """The resolved configuration: the run's, else that of the latest stage that was run by itself."""
     import yaml
 
-    for path in (run_dir / "config.yaml", *(run_dir / s / "config.yaml" for s in reversed(STAGE_ORDER))):
+    for path in (run_dir / "config.yaml", *(run_dir / STAGES[s].folder / "config.yaml" for s in reversed(STAGE_ORDER))):
         if path.is_file():
             loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
             return loaded if isinstance(loaded, dict) else {}

@@ -18,7 +18,7 @@ COLORS = {
     "easy": "#8fd0c8",
     "unscorable": "#e9b44c",
 }
-POLICY_COLORS = {"base": "#7b8494", "sft": "#c77d1e", "pivotrl": "#0f8a7e"}
+POLICY_COLORS = {"base": "#7b8494", "sft": "#c77d1e", "pivotrl": "#0f8a7e", "e2e": "#8a4fbf"}
 _LINE_COLORS = ("#0f8a7e", "#c77d1e", "#3b6fd4", "#a5477f", "#7b8494")
 _MESSAGE_CHARS = 900
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NAMES = {"base": "Base", "sft": "SFT", "pivotrl": "PivotRL"}
+NAMES = {"base": "Base", "sft": "SFT", "pivotrl": "PivotRL", "e2e": "end-to-end RL"}
 COLUMNS = {"greedy": "greedy", "sampled": "sampled", "ood": "out of domain"}
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pivotrl.config import Config
 from pivotrl.errors import UserError
+from pivotrl.evaluation.watch import Watcher
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, read_json, read_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
@@ -25,8 +27,10 @@ from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
 from pivotrl.training.batch import Batch, Scored, make_batch
+from pivotrl.training.canary import canary_logprobs, check_canary
 from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
+from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
 from pivotrl.training.sampling import EpochSampler
 from pivotrl.training.update import needs_reference, optimizer_steps, update
@@ -96,6 +100,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         seed=cfg.seed,
         keep_reference=needs_reference(a),
     )
+    handover = Handover(policy)
     spent, nonfinite = TokenCounts(), NonFiniteSteps(directory, a.optimizer.max_nonfinite_steps)
     (directory / "rollouts.jsonl").unlink(missing_ok=True)
     with (
@@ -103,54 +108,59 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
         progress(a.steps, "train") as bar,
     ):
-        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
-        version = engine.weight_version  # of updates: a step that changes no weights is not followed by a refit
+        roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
+        watcher = Watcher(cfg, run_dir, bench, directory)
+        watcher.look(engine, 0, 0)
         for step in range(a.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
             seeds = [seed_for(cfg.seed, "train", step, slot) for slot in range(len(drawn))]
-            groups = roller.groups(drawn, a.group_size, seeds)
-            check_weight_version(groups, version)
+            groups = handover.generate(engine, partial(roller.groups, drawn, a.group_size, seeds))
+            check_weight_version(groups, step)
             used = _record(directory, step, groups)
             spent += used
             metrics = {"seconds_generate": time.monotonic() - clock}
             batch = make_batch(drawn, groups, a)
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = open_gate(policy, batch.rollouts, cfg, "before the first step").mean
-            stats, version = _step(policy, engine, batch, cfg, step, nonfinite, version)
-            metrics |= batch.metrics | stats | {"seconds": time.monotonic() - clock}
+            metrics |= batch.metrics | learn(policy, engine, handover, batch, cfg, step, nonfinite)
+            metrics |= handover.ledger.metrics() | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
             tracker.log(step, metrics)
+            watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
     return _finish(directory, cfg, len(states), spent, time.monotonic() - started)
 
 
-def _step(
+def learn(
     policy: MegatronPolicy,
     engine: Engine,
+    handover: Handover,
     batch: Batch,
     cfg: Config,
     step: int,
     nonfinite: NonFiniteSteps,
-    version: int,
-) -> tuple[dict[str, float], int]:
-    """Update and refit; returns the metrics and the version of the weights that the engine then has.
+) -> dict[str, float]:
+    """Update, then refit the engine to version step + 1: also where no step was taken, since it slept meanwhile.
 
-    Where no optimiser step was taken (no signal in the batch, or a non-finite step) the weights are as they were, and
-    the engine is left alone.
+    A batch without any advantage, and a non-finite step, leave the weights as they were. The first refit is checked
+    by a canary: one rollout of the batch, scored by trainer and engine.
     """
-    stats, changed = update(policy, batch, cfg, step, nonfinite)
+    with handover.training():
+        stats, _ = update(policy, batch, cfg, step, nonfinite)
+        canary = batch.rollouts[0].sequence if batch.rollouts and handover.refits == 0 else None
+        expected = canary_logprobs(policy, canary) if canary is not None else []
+    limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
     if "mismatch_abs" in stats and not stats["nonfinite"]:
-        limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
         found = Mismatch(stats["mismatch_abs"], stats["mismatch_max"], (-1, -1, float("nan"), float("nan")))
         require_agreement(found, limit, f"at step {step}")
-    if not changed:
-        return stats, version
     clock = time.monotonic()
-    engine.refit(policy.hf_weights(), version=version + 1)
+    handover.to_engine(engine, version=step + 1)
     stats["seconds_refit"] = time.monotonic() - clock
-    return stats, version + 1
+    if canary is not None:
+        stats["canary_mismatch"] = check_canary(engine, canary, expected, limit).mean
+    return stats
 
 
 def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> TokenCounts:

@@ -17,9 +17,11 @@ import torch
 
 from pivotrl.config import Config, Precision, Sft
 from pivotrl.errors import UserError
+from pivotrl.evaluation.drift import kl_to_start
 from pivotrl.io import write_json
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import TokenSequence
+from pivotrl.profiling.sampled import read_sampled
 from pivotrl.profiling.stage import read_turns
 from pivotrl.rendering.chat import Renderer
 from pivotrl.rendering.prompts import prompts_of
@@ -33,6 +35,8 @@ from pivotrl.training.objective import SftObjective, token_weights
 from pivotrl.training.sampling import EpochSampler
 from pivotrl.training.throughput import Work, memory
 from pivotrl.trajectories.schema import Turn
+
+KL_ROLLOUTS = 64  # of the profile, on which sft.max_kl is measured after every step
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,29 @@ def sft_step(
     return sums.finish() | speed | memory() | work.mfu(seconds, precision)
 
 
+class KlStop:
+    """KL(pi_0 || pi) per token on what pi_0 sampled when it was profiled: where SFT has moved as far as another policy.
+
+    Raises UserError without a profile.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, renderer: Renderer, policy: MegatronPolicy) -> None:
+        assert cfg.sft.max_kl is not None
+        self.limit, self.last = cfg.sft.max_kl, 0.0
+        sampled = read_sampled(run_dir, renderer, KL_ROLLOUTS, cfg.seed)
+        if not sampled:
+            raise UserError(
+                f"sft.max_kl needs rollouts of pi_0: run `pivotrl profile run_dir={run_dir}` first, or set it to null"
+            )
+        self.sequences = [TokenSequence.of(s.prompt_ids, s.token_ids) for s in sampled]
+        self.start = [t.tolist() for t in policy.logprobs(self.sequences, 1.0)]
+
+    def measure(self, policy: MegatronPolicy) -> float:
+        trained = [t.tolist() for t in policy.logprobs(self.sequences, 1.0)]
+        self.last = float(kl_to_start(trained, self.start)["kl"])
+        return self.last
+
+
 def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, steps: int) -> dict[str, Any]:
     started = time.monotonic()
     directory = run_dir / stage
@@ -101,25 +128,33 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
         total_steps=steps,
         seed=cfg.seed,
     )
+    stop = KlStop(cfg, run_dir, bench.renderer, policy) if settings.max_kl is not None else None
     sampler = EpochSampler(rows, min(settings.trajectories_per_step, len(rows)), cfg.seed)
-    tokens, nonfinite = 0, NonFiniteSteps(directory, settings.optimizer.max_nonfinite_steps)
+    tokens, taken, nonfinite = 0, 0, NonFiniteSteps(directory, settings.optimizer.max_nonfinite_steps)
     with Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=0) as tracker, progress(steps, stage) as bar:
         for step in range(steps):
             clock = time.monotonic()
             drawn = [row for trajectory in sampler.draw(step) for row in trajectory]
             stats = sft_step(policy, drawn, step, cfg.precision, nonfinite)
             tokens += int(stats["tokens_unique"])
+            taken = step + 1
+            if stop is not None:
+                stats["kl_to_start"] = stop.measure(policy)
             tracker.log(step, stats | {"seconds": time.monotonic() - clock})
             bar.advance(1, note=f"loss {stats['loss']:.3f}")
+            if stop is not None and stats["kl_to_start"] >= stop.limit:
+                break
     export(policy, bench, directory / "checkpoint")
     summary = {
-        "steps": steps,
+        "steps": taken,
         "trajectories": len(rows),
         "beyond_context": beyond,
         "tokens": {"trained": tokens},
         "checkpoint": str(directory / "checkpoint"),
         "seconds": time.monotonic() - started,
     }
+    if stop is not None:
+        summary |= {"max_kl": stop.limit, "kl_to_start": stop.last, "reached": stop.last >= stop.limit}
     write_json(directory / "summary.json", summary)
     return summary
 

@@ -51,9 +51,8 @@ def active_parameters(dims: Dims, experts_per_token: int = 0) -> int:
     attention = dims.hidden * (2 * dims.size("q") + 2 * dims.size("kv"))
     total = 0
     for layer in range(dims.layers):
-        sparse = layer < len(dims.moe_layers) and dims.moe_layers[layer]
         ffn = 3 * dims.hidden * dims.ffn
-        if sparse:
+        if dims.kind(layer) == "moe":
             ffn = 3 * dims.hidden * dims.moe_ffn * experts_per_token + dims.hidden * dims.experts
         total += attention + ffn
     return total

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from pivotrl.trajectories.schema import Action, Turn
 from pivotrl.verifiers.base import Verdict, Verifier
-from pivotrl.verifiers.guard import safe_verify
-from pivotrl.verifiers.mutations import BREAKING, EXPLOIT, PRESERVING, Mutation, mutations
-from pivotrl.verifiers.runner import VerifierRunner
+from pivotrl.verifiers.mutations import BREAKING, EXPLOIT, PRESERVING, PROBE, Mutation, mutations, probes
+from pivotrl.verifiers.runner import score_pairs
 
 DEMONSTRATION = "demonstration"
 Truth = Callable[[Turn, Action], bool | None]
@@ -49,7 +48,6 @@ class KindResult:
             "rejected": self.rejected,
             "unscorable": self.unscorable,
             "mean_reward": self.mean_reward,
-            "examples": self.examples,
         }
 
 
@@ -91,6 +89,7 @@ class AuditReport:
         return sorted(paid, key=lambda kind: -kind.accepted / kind.tried)
 
     def to_json(self) -> dict[str, Any]:
+        """Without the examples, which `wrong_verdicts` lists."""
         return {
             "verifier": self.verifier,
             "turns": self.turns,
@@ -101,6 +100,13 @@ class AuditReport:
             "paying_exploits": [kind.kind for kind in self.paying_exploits],
             "kinds": [kind.to_json() for kind in self.kinds],
         }
+
+    def wrong_verdicts(self) -> Iterator[dict[str, Any]]:
+        """The examples that were kept, one row each: {"wrong": "false_positive" | "false_negative", "kind", ...}."""
+        for kind in self.kinds:
+            wrong = "false_negative" if kind.effect in (DEMONSTRATION, PRESERVING) else "false_positive"
+            for example in kind.examples:
+                yield {"wrong": wrong, "kind": kind.kind, "effect": kind.effect, **example}
 
     def table(self) -> str:
         """A Markdown table, one kind a row; wrong verdicts are in the column "wrong"."""
@@ -120,14 +126,16 @@ def audit(
     verifier: Verifier,
     *,
     truth: Truth | None = None,
+    only_truth: bool = False,
     accept_at: float = 0.5,
     examples: int = 3,
 ) -> AuditReport:
     """Score the demonstration and its mutations for every turn, and compare with what each of them means.
 
     `truth(turn, action)` (execution from the same state, say) overrides the mutation's own label with True (does the
-    same) or False; None keeps the label. `accept_at`: the reward from which an action counts as accepted, in (0, 1].
-    Keeps up to `examples` wrong verdicts a kind. With a VerifierRunner, pairs are scored in its workers.
+    same) or False; None keeps the label, or with `only_truth` leaves the action out. Changes whose meaning depends on
+    the tool are tried only where the truth tells it. `accept_at`: the reward, in (0, 1], from which an action
+    counts as accepted. Keeps up to `examples` wrong verdicts a kind. A VerifierRunner scores pairs in its workers.
     """
     if not 0 < accept_at <= 1:
         raise ValueError(f"accept_at is {accept_at}; it must be above 0 and at most 1")
@@ -135,13 +143,11 @@ def audit(
     stream, count = iter(turns), 0
     while chunk := list(islice(stream, 32)):
         count += len(chunk)
-        work = [(turn, mutation) for turn in chunk for mutation in _tried(turn)]
-        for (turn, mutation), verdict in zip(work, _score(verifier, work), strict=True):
-            effect = mutation.effect
-            same = truth(turn, mutation.action) if truth and effect != DEMONSTRATION else None
-            if same is not None:
-                effect = PRESERVING if same else (EXPLOIT if effect == EXPLOIT else BREAKING)
-            result = results.setdefault((effect, mutation.kind), KindResult(mutation.kind, effect))
+        work = [(turn, m) for turn in chunk for m in _labelled(turn, truth, only_truth)]
+        verdicts = score_pairs(verifier, [(turn, m.action) for turn, m in work])
+        for (turn, mutation), verdict in zip(work, verdicts, strict=True):
+            kind = (mutation.effect, mutation.kind)
+            result = results.setdefault(kind, KindResult(mutation.kind, mutation.effect))
             _record(result, turn, mutation, verdict, accept_at, examples)
     order = [DEMONSTRATION, PRESERVING, BREAKING, EXPLOIT]
     kinds = sorted(results.values(), key=lambda kind: (order.index(kind.effect), kind.kind))
@@ -149,15 +155,19 @@ def audit(
     return AuditReport(described, count, accept_at, kinds)
 
 
-def _tried(turn: Turn) -> Iterator[Mutation]:
-    yield Mutation(DEMONSTRATION, DEMONSTRATION, turn.demonstration)
-    yield from mutations(turn)
-
-
-def _score(verifier: Verifier, work: list[tuple[Turn, Mutation]]) -> list[Verdict]:
-    if isinstance(verifier, VerifierRunner):
-        return verifier.score([(turn, mutation.action) for turn, mutation in work])
-    return [safe_verify(verifier, turn, mutation.action) for turn, mutation in work]
+def _labelled(turn: Turn, truth: Truth | None, only_truth: bool) -> Iterator[Mutation]:
+    """What is tried, with the effect that the truth gives it where there is one."""
+    tried = [Mutation(DEMONSTRATION, DEMONSTRATION, turn.demonstration), *mutations(turn)]
+    for mutation in [*tried, *probes(turn)] if truth else tried:
+        same = truth(turn, mutation.action) if truth else None
+        if same is None:
+            if mutation.effect != PROBE and not only_truth:
+                yield mutation
+        elif mutation.effect == DEMONSTRATION:
+            yield mutation
+        else:
+            unlike = EXPLOIT if mutation.effect == EXPLOIT else BREAKING
+            yield replace(mutation, effect=PRESERVING if same else unlike)
 
 
 def _record(

@@ -2,7 +2,8 @@
 
 Rules (field report G4): key order does not matter, list order does unless the field is named in `unordered`; 1 equals
 1.0 only where the schema says "number"; booleans are not numbers; a default written out equals the field left out; a
-field with `enum` or `const` is compared exactly whatever its string rule.
+field with `enum` or `const` is compared exactly whatever its string rule, one whose `format` is a date or time by what
+it means.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pivotrl.trajectories.schema import JsonDict
-from pivotrl.verifiers.strings import StringRule, exact
+from pivotrl.verifiers.strings import StringRule, dated, exact
 
 Schemas = tuple[JsonDict, ...]  # the alternatives (anyOf, oneOf, allOf, $ref resolved) that describe one value
 
@@ -102,8 +103,12 @@ def difference(
     if isinstance(expected, list) and isinstance(actual, list):
         return _lists(expected, actual, schemas, root, rules, path)
     if isinstance(expected, str) and isinstance(actual, str):
-        closed = any("enum" in schema or "const" in schema for schema in schemas)
-        same = exact(expected, actual) if closed else rules.strings(path)(expected, actual)
+        if any("enum" in schema or "const" in schema for schema in schemas):
+            same = exact(expected, actual)
+        elif any(schema.get("format") in ("date", "time", "date-time") for schema in schemas):
+            same = dated(expected, actual)
+        else:
+            same = rules.strings(path)(expected, actual)
         return None if same else Difference("argument_differs", path)
     if _is_number(expected) and _is_number(actual):
         mixed = type(expected) is not type(actual)

@@ -13,6 +13,7 @@ from pivotrl.verifiers.calls import check_options, decide, same_arguments, same_
 from pivotrl.verifiers.edit_calls import PATH_FIELDS, EditCall, View, edit_call, full_path, view_call
 from pivotrl.verifiers.patches import Edit, EditError, Hunk, Operation, Replace, Write, apply
 from pivotrl.verifiers.python_code import same_python
+from pivotrl.verifiers.shell import OPTIONS as SHELL_OPTIONS
 from pivotrl.verifiers.shell import ShellVerifier
 from pivotrl.verifiers.visible_files import Known, visible_files
 
@@ -26,7 +27,7 @@ class EditsVerifier:
     """Options:
     python: "exact" (default), or "ast": in .py files comments and formatting are ignored.
     view_slack: lines that a view may show beyond the demonstrated range and still count as the same (default 100).
-    tool, cwd: as for the shell verifier, which judges the shell calls.
+    tool, cwd, execution, execution_seconds, judge: as for the shell verifier, which judges shell calls and texts.
     """
 
     name = "edits"
@@ -34,7 +35,7 @@ class EditsVerifier:
 
     def __init__(self, options: JsonDict | None = None) -> None:
         options = dict(options or {})
-        check_options(self.name, options, ("python", "view_slack", "tool", "cwd"))
+        check_options(self.name, options, ("python", "view_slack", *SHELL_OPTIONS))
         self.python = options.get("python", "exact")
         if self.python not in ("exact", "ast"):
             raise UserError(f"verifier 'edits': option 'python' must be 'exact' or 'ast', not {self.python!r}")
@@ -42,7 +43,7 @@ class EditsVerifier:
         if not isinstance(self.slack, int) or isinstance(self.slack, bool) or self.slack < 0:
             raise UserError(f"verifier 'edits': option 'view_slack' must be a number of lines, not {self.slack!r}")
         self._seen: tuple[Turn, str | None, dict[str, Known]] | None = None  # the rollouts of a turn come together
-        self.shell = ShellVerifier({k: options[k] for k in ("tool", "cwd") if k in options})
+        self.shell = ShellVerifier({k: options[k] for k in SHELL_OPTIONS if k in options})
 
     def config(self) -> JsonDict:
         return {"python": self.python, "view_slack": self.slack, **self.shell.config()}

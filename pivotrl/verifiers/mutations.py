@@ -1,7 +1,7 @@
 """Changes of a demonstrated action whose meaning is known: the same thing written otherwise, another thing, an exploit.
 
-Only what is certain for any tool with a schema is here. Whether the order of a list or the case of a text matters
-depends on the tool, so neither is changed.
+What is certain for any tool with a schema is labelled. Whether the order of a list or the case of a text matters
+depends on the tool: those changes are probes, whose meaning only execution can tell.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.canonical import canonical_action
 
 PRESERVING, BREAKING, EXPLOIT = "preserving", "breaking", "exploit"
+PROBE = "probe"  # may or may not do the same: counted only where execution says which
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,38 @@ def _swaps(arguments: JsonDict) -> Iterator[tuple[str, str]]:
         a, b = arguments[one], arguments[two]
         if type(a) is type(b) and a is not None and json.dumps(a) != json.dumps(b):
             yield one, two
+
+
+# --- what depends on the tool
+
+
+def probes(turn: Turn) -> Iterator[Mutation]:
+    """One change of one value each: letters of the other case, blank space around, a list in reverse."""
+    action = turn.demonstration
+    for i, call in enumerate(action.tool_calls):
+        for key, value in call.arguments.items():
+            for kind, other in _variants(value):
+                if json.dumps(other) == json.dumps(value):
+                    continue
+                calls = list(action.tool_calls)
+                calls[i] = ToolCall(call.name, {**call.arguments, key: other})
+                yield Mutation(kind, PROBE, replace(action, tool_calls=tuple(calls)), f"call {i}, argument {key}")
+
+    reversed_lists = tuple(
+        ToolCall(c.name, {k: v[::-1] if isinstance(v, list) else v for k, v in c.arguments.items()})
+        for c in action.tool_calls
+    )
+    if reversed_lists != action.tool_calls:
+        yield Mutation("all_lists_reversed", PROBE, replace(action, tool_calls=reversed_lists))
+
+
+def _variants(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, str):
+        yield "other_case", value.swapcase()
+        yield "white_space", f" {value} "
+        yield "other_words", f"In other words: {value}"
+    elif isinstance(value, list):
+        yield "list_reversed", value[::-1]
 
 
 # --- what a policy would try

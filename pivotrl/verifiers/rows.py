@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 from pivotrl import config
@@ -10,7 +12,9 @@ from pivotrl.rendering.parsing import action_from_message, parse_action
 from pivotrl.trajectories.normalise import RowError, action_of, assistant_message, messages_of, tools_of
 from pivotrl.trajectories.schema import Action, JsonDict, Turn
 from pivotrl.verifiers.base import Verdict
-from pivotrl.verifiers.registry import get_verifier
+from pivotrl.verifiers.runner import Pair, open_verifier, score_pairs
+
+_CHUNK = 256  # rows that are scored together
 
 
 def verify_rows(
@@ -21,17 +25,26 @@ def verify_rows(
 
     A row that cannot be used gives reward None, reason "bad_row". Raises `UserError` only for bad `settings`.
     """
-    verifier = get_verifier(settings or config.VerifierConfig())
-    for row in rows:
-        try:
-            turn = _turn(row)
-            action = _completion(row, action_format, turn.tools)
-            verdict = verifier.verify(turn, action)
-        except RowError as error:
-            verdict = Verdict(None, "bad_row", {"error": f"{error.reason}: {error.detail}"})
-        result: JsonDict = {"id": row["id"]} if isinstance(row, dict) and "id" in row else {}
-        result |= {"reward": verdict.reward, "reason": verdict.reason}
-        yield {**result, "details": verdict.details} if verdict.details else result
+    stream = iter(rows)
+    with ExitStack() as stack:
+        verifier = open_verifier(settings or config.VerifierConfig(), stack)
+        while chunk := list(islice(stream, _CHUNK)):
+            read = [_read(row, action_format) for row in chunk]
+            verdicts = iter(score_pairs(verifier, [pair for pair in read if not isinstance(pair, Verdict)]))
+            for row, pair in zip(chunk, read, strict=True):
+                verdict = pair if isinstance(pair, Verdict) else next(verdicts)
+                result: JsonDict = {"id": row["id"]} if isinstance(row, dict) and "id" in row else {}
+                result |= {"reward": verdict.reward, "reason": verdict.reason}
+                yield {**result, "details": verdict.details} if verdict.details else result
+
+
+def _read(row: Any, action_format: str) -> Pair | Verdict:
+    """What is to be scored, or the verdict of a row that cannot be used."""
+    try:
+        turn = _turn(row)
+        return turn, _completion(row, action_format, turn.tools)
+    except RowError as error:
+        return Verdict(None, "bad_row", {"error": f"{error.reason}: {error.detail}"})
 
 
 def _turn(row: Any) -> Turn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import selectors
@@ -11,12 +12,15 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
+from pivotrl.config import VerifierConfig
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, Turn
 from pivotrl.verifiers.base import Verdict, Verifier
 from pivotrl.verifiers.guard import checked, safe_verify
+from pivotrl.verifiers.registry import get_verifier
 from pivotrl.verifiers.worker_process import WorkerProcess, frame
 
 Pair = tuple[Turn, Action]
@@ -26,6 +30,25 @@ WORKER_DIED = "worker_died"
 UNSENDABLE = "unsendable"  # the pair cannot be pickled (nested past the recursion limit)
 _CHUNK = 16  # pairs of one turn sent together: the state travels once
 _MAX_FAILED_STARTS = 3
+
+
+def open_verifier(settings: VerifierConfig, stack: ExitStack | None = None) -> Verifier:
+    """The verifier of `settings`: itself in this process (`workers=0`), else a runner of it.
+
+    The runner's workers end with `stack`, and in any case with this process.
+    """
+    if not settings.workers:
+        return get_verifier(settings)
+    factory = functools.partial(get_verifier, settings)
+    runner = VerifierRunner(factory, settings.workers, settings.timeout_seconds)
+    return stack.enter_context(runner) if stack is not None else runner
+
+
+def score_pairs(verifier: Verifier, pairs: Sequence[Pair]) -> list[Verdict]:
+    """One verdict a pair, in order; all at once where `verifier` is a runner, so that hung pairs wait together."""
+    if isinstance(verifier, VerifierRunner):
+        return verifier.score(pairs)
+    return [safe_verify(verifier, turn, action) for turn, action in pairs]
 
 
 def _reclaim(workers: list[WorkerProcess], spawner: ThreadPoolExecutor) -> None:

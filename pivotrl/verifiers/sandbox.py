@@ -30,6 +30,10 @@ HOME = "/home/user"
 _SYSTEM = frozenset(
     {"bin", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys", "tmp", "usr"}
 )
+# One path of a state: (kind, permissions, content or link target); kinds are "file" and tar's types ("5": directory,
+# "2": symbolic link, "1": hard link).
+Entry = tuple[str, int, bytes]
+Content = str | bytes | Entry
 _MAX_ARGUMENT = 128 * 1024 - 1  # bytes; Linux MAX_ARG_STRLEN
 _ETC = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 # $1: command, $2: working directory, $3: descriptor of the archive, $4...: directories to bring in and out.
@@ -66,7 +70,7 @@ class Effect:
     exit_code: int
     stdout: bytes
     stderr: bytes
-    files: dict[str, tuple[str, int, bytes]]
+    files: dict[str, Entry]
     timed_out: bool = False
 
 
@@ -88,8 +92,10 @@ def _probe() -> str | None:
     return f"bwrap does not work here (user namespaces off?): {effect.stderr.decode(errors='replace').strip()[:300]}"
 
 
-def run(command: str, files: Mapping[str, str | bytes], limits: Limits | None = None) -> Effect:
+def run(command: str, files: Mapping[str, Content], limits: Limits | None = None) -> Effect:
     """Run bash `command` on `files` (relative to the work directory, or absolute outside system directories).
+
+    A file is its content, or an entry as `work_entries` gives it, so that a command can go on where one ended.
 
     Raises UserError if there is no working sandbox, or for a path that leaves its place. A time-out is in the result.
     """
@@ -100,8 +106,14 @@ def run(command: str, files: Mapping[str, str | bytes], limits: Limits | None = 
     return _run(command, files, limits or Limits())
 
 
+def may_hold(path: str) -> bool:
+    """Whether a file may lie at this absolute path: below a directory that is not the system's."""
+    parts = posixpath.normpath(path).split("/")
+    return path.startswith("/") and "\0" not in path and len(parts) >= 3 and parts[1] not in _SYSTEM
+
+
 def compare_execution(
-    command_a: str, command_b: str, files: Mapping[str, str | bytes], limits: Limits | None = None
+    command_a: str, command_b: str, files: Mapping[str, Content], limits: Limits | None = None
 ) -> tuple[bool | None, str]:
     """Whether both commands do the same to `files`: (equal, why), symmetric.
 
@@ -128,7 +140,7 @@ def _difference(a: Effect, b: Effect) -> str | None:
     return None
 
 
-def _run(command: str, files: Mapping[str, str | bytes], limits: Limits) -> Effect:
+def _run(command: str, files: Mapping[str, Content], limits: Limits) -> Effect:
     if not _runnable(command):
         return Effect(127, b"", b"not a command line", {})
     archive, roots = _pack(files)
@@ -226,31 +238,33 @@ def _supports(option: str) -> bool:
     return option in subprocess.run(["bwrap", "--help"], capture_output=True, text=True, check=False).stdout
 
 
-def _pack(files: Mapping[str, str | bytes]) -> tuple[bytes, list[str]]:
+def _pack(files: Mapping[str, Content]) -> tuple[bytes, list[str]]:
     """A tar archive of `files`, and the top-level directories to mount, the work directory among them."""
     roots = {WORK}
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, content in sorted(files.items()):
             path = posixpath.normpath(posixpath.join(WORK, name))
-            parts = path.split("/")
-            escapes = (
-                not path.startswith(WORK + "/") if not name.startswith("/") else len(parts) < 3 or parts[1] in _SYSTEM
-            )
+            escapes = not path.startswith(WORK + "/") if not name.startswith("/") else not may_hold(path)
             if escapes or "\0" in name:
                 raise UserError(f"sandbox: file {name!r} would lie outside the work directory or in a system directory")
-            roots.add("/" + parts[1])
-            data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+            roots.add("/" + path.split("/")[1])
+            entry_of = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+            kind, mode, data = entry_of if isinstance(entry_of, tuple) else ("file", 0o644, entry_of)
             entry = tarfile.TarInfo(path.lstrip("/"))
-            entry.size, entry.mode, entry.mtime = len(data), 0o644, 1_700_000_000
+            entry.mode, entry.mtime = mode, 1_700_000_000
             entry.uid = entry.gid = 1000
-            archive.addfile(entry, io.BytesIO(data))
+            if kind == "file":
+                entry.size = len(data)
+            else:
+                entry.type, entry.linkname = kind.encode("latin-1"), data.decode("utf-8", "surrogateescape")
+            archive.addfile(entry, io.BytesIO(data) if kind == "file" else None)
     return buffer.getvalue(), sorted(roots)
 
 
 def _unpack(result: IO[bytes]) -> dict[str, tuple[str, int, bytes]]:
     """What the command left, read in memory: nothing is ever extracted on the host."""
-    found: dict[str, tuple[str, int, bytes]] = {}
+    found: dict[str, Entry] = {}
     result.seek(0)
     with contextlib.suppress(tarfile.TarError, EOFError), tarfile.open(fileobj=result, mode="r:") as archive:
         for entry in archive:
@@ -270,3 +284,9 @@ def work_files(effect: Effect) -> dict[str, bytes]:
     """Regular files below the work directory, by relative path."""
     prefix = Path(WORK).name + "/"
     return {name[len(prefix) :]: f[2] for name, f in effect.files.items() if f[0] == "file" and name.startswith(prefix)}
+
+
+def work_entries(effect: Effect) -> dict[str, Entry]:
+    """All that lies below the work directory, by relative path: what `run` takes to go on from here."""
+    prefix = Path(WORK).name + "/"
+    return {name[len(prefix) :]: entry for name, entry in effect.files.items() if name.startswith(prefix)}

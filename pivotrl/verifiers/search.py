@@ -14,6 +14,7 @@ from typing import Any
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
+from pivotrl.verifiers.judge import Judge
 from pivotrl.verifiers.matching import maximum_matching
 from pivotrl.verifiers.options import one_of, read_options, within
 from pivotrl.verifiers.queries import fold, query_similarity, same_answer, same_query, text_similarity
@@ -41,7 +42,8 @@ class Search:
     of queries or URLs is a multiset: each must be answered by one of its own, and surplus ones count against it.
     `text_rule`: "unscorable" where a goal or prompt reads differently, "similarity" (Dice of the words >=
     `text_threshold`, numbers equal), "exact" or "ignore". `fragment`, `http_is_https`: see urls.normalise_url.
-    `range_overlap`: intersection over union that two sets of character ranges must reach.
+    `range_overlap`: intersection over union that two sets of character ranges must reach. `judge`: options of the LLM
+    judge, which is then asked last: about goals and answers that rules do not settle, and queries in other terms.
     """
 
     name = "search"
@@ -61,6 +63,7 @@ class Search:
                 "fragment": "routes",
                 "http_is_https": False,
                 "range_overlap": 1.0,
+                "judge": None,
             },
         )
         one_of(self.name, "query_rule", o["query_rule"], ("terms", "ordered", "similarity"))
@@ -82,10 +85,32 @@ class Search:
             "answer": lambda a, b: same_answer(a, b) if isinstance(a, str) and isinstance(b, str) else False,
         }
 
+        self._judge = Judge(dict(o["judge"])) if o["judge"] else None
+
     def config(self) -> dict[str, Any]:
-        return {**self.options, "roles": {tool: dict(roles) for tool, roles in self.options["roles"].items()}}
+        made = {**self.options, "roles": {tool: dict(roles) for tool, roles in self.options["roles"].items()}}
+        del made["judge"]  # left out when off
+        return made | ({"judge": self._judge.config()} if self._judge else {})
 
     def verify(self, turn: Turn, action: Action) -> Verdict:
+        verdict = self.by_rules(turn, action)
+        if self._judge is None or not self._is_open(turn, verdict):
+            return verdict
+        said = self._judge.verify(turn, action)
+        return Verdict(said.reward, said.reason, {**said.details, "rules": verdict.reason})
+
+    def _is_open(self, turn: Turn, verdict: Verdict) -> bool:
+        """Whether a judge may have the last word: what rules leave open, and queries that they only read as text."""
+        if verdict.reward is None:
+            return "not_settled" in verdict.reason
+        reason, _, argument = verdict.reason.partition(":")
+        roles = [self.options["roles"].get(call.name) or {} for call in turn.demonstration.tool_calls]
+        return reason == "argument_differs" and any(
+            (role.get(argument) or _ROLE_OF.get(argument)) == "query" for role in roles
+        )
+
+    def by_rules(self, turn: Turn, action: Action) -> Verdict:
+        """The verdict without the judge."""
         if action.problems:
             return Verdict(0.0, "malformed", {"problems": list(action.problems)})
         expected, actual = turn.demonstration.tool_calls, action.tool_calls

@@ -18,6 +18,8 @@ from pivotrl.verifiers.calls import (
     same_call,
     working_directory,
 )
+from pivotrl.verifiers.judge import Judge
+from pivotrl.verifiers.shell_execution import SandboxComparison
 from pivotrl.verifiers.terminus import TerminusAction, TerminusError, at_shell_prompt, keystrokes_form, parse_terminus
 
 SHELL_TOOLS = frozenset(
@@ -44,6 +46,8 @@ SHELL_TOOLS = frozenset(
         "Shell",
     }
 )
+OPTIONS = ("tool", "cwd", "execution", "execution_seconds", "judge")
+_OPEN = ("command_differs", "text_turn")  # reasons that a judge may overrule
 COMMAND_FIELDS = ("command", "cmd", "keystrokes", "script", "commands", "input")
 
 
@@ -54,6 +58,10 @@ class ShellVerifier:
         tool: {name: field} of the shell tools, or a list of names; default: detected by name from the demonstration.
         cwd: working directory: "auto" (default: read from the last observation), a path, or None (not known).
              A leading `cd <cwd> &&` is then a no-op; any other leading cd is part of the command.
+        execution: true: commands that the rules tell apart are run in a sandbox (see shell_execution); the same effect
+             is 1. Refused where bubblewrap does not work. `execution_seconds`: limit of one run (default 5).
+        judge: options of the LLM judge, which is then asked last: about commands that neither the rules nor the sandbox
+             found equal and the sandbox did not find different, and about texts in other words.
     """
 
     name = "shell"
@@ -61,7 +69,7 @@ class ShellVerifier:
 
     def __init__(self, options: JsonDict | None = None) -> None:
         options = dict(options or {})
-        check_options(self.name, options, ("tool", "cwd"))
+        check_options(self.name, options, OPTIONS)
         tool = options.get("tool")
         if isinstance(tool, str):
             tool = [tool]
@@ -79,10 +87,33 @@ class ShellVerifier:
         if self.cwd is not None and not isinstance(self.cwd, str):
             raise UserError(f"verifier 'shell': option 'cwd' must be \"auto\", a path or null, not {self.cwd!r}")
 
+        self.sandbox = self._sandbox(options)
+        self.judge = Judge(dict(options["judge"])) if options.get("judge") else None
+
+    def _sandbox(self, options: JsonDict) -> SandboxComparison | None:
+        wanted, seconds = options.get("execution", False), options.get("execution_seconds", 5.0)
+        if not isinstance(wanted, bool):
+            raise UserError(f"verifier 'shell': option 'execution' must be true or false, not {wanted!r}")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= 600:
+            raise UserError(f"verifier 'shell': option 'execution_seconds' must be from 0 to 600, not {seconds!r}")
+        return SandboxComparison(float(seconds)) if wanted else None
+
     def config(self) -> JsonDict:
-        return {"tool": self.tools, "cwd": self.cwd}
+        """Options that are off are left out."""
+        made: JsonDict = {"tool": self.tools, "cwd": self.cwd}
+        if self.sandbox is not None:
+            made |= {"execution": True, "execution_seconds": self.sandbox.limits.seconds}
+        return made | ({"judge": self.judge.config()} if self.judge is not None else {})
 
     def verify(self, turn: Turn, action: Action) -> Verdict:
+        verdict = self.by_rules(turn, action)
+        if self.judge is None or verdict.reason not in _OPEN:
+            return verdict
+        said = self.judge.verify(turn, action)
+        return Verdict(said.reward, said.reason, {**said.details, "rules": verdict.reason})
+
+    def by_rules(self, turn: Turn, action: Action) -> Verdict:
+        """The verdict without the judge."""
         terminus = self._terminus(turn, action)
         if terminus is not None:
             return terminus
@@ -93,11 +124,14 @@ class ShellVerifier:
         fields = [self.command_field(call) for call in expected]
         if fields and all(field == "keystrokes" for field in fields):
             return self._batch(turn, action)
+        reason = "match"
         for i, (e, a) in enumerate(zip(expected, actual)):
             verdict = self.compare(turn, e, a)
             if verdict.reward != 1.0:
                 return Verdict(verdict.reward, verdict.reason, {**verdict.details, "call": i})
-        return Verdict(1.0, "match")
+            if verdict.reason != "match":
+                reason = verdict.reason
+        return Verdict(1.0, reason)
 
     def command_field(self, call: ToolCall) -> str | None:
         """The argument of a demonstrated call that holds its command; None if it is no shell call."""
@@ -126,14 +160,22 @@ class ShellVerifier:
             return Verdict(0.0, "command_differs", {"problems": [f"a command given as {type(actual).__name__}"]})
         if not given[1].strip():
             return Verdict(0.0, "empty_command") if wanted[1].strip() else Verdict(1.0, "match")
-        same = (
-            wanted[1] == given[1] if typed else equivalent(wanted[1], given[1], cwd=working_directory(turn, self.cwd))
-        )
-        return (
-            Verdict(1.0, "match")
-            if same
-            else Verdict(0.0, "command_differs", {"expected": wanted[1], "actual": given[1]})
-        )
+        cwd = working_directory(turn, self.cwd)
+        if wanted[1] == given[1] if typed else equivalent(wanted[1], given[1], cwd=cwd):
+            return Verdict(1.0, "match")
+        details: JsonDict = {"expected": wanted[1], "actual": given[1]}
+        if typed:
+            return Verdict(0.0, "command_differs", details)
+        return self._executed(turn, wanted[1], given[1], cwd, details)
+
+    def _executed(self, turn: Turn, expected: str, actual: str, cwd: str | None, details: JsonDict) -> Verdict:
+        """The verdict on commands that the rules tell apart."""
+        if self.sandbox is None:
+            return Verdict(0.0, "command_differs", details)
+        same, why = self.sandbox.compare(turn, expected, actual, cwd)
+        if same is None:
+            return Verdict(0.0, "command_differs", {**details, "execution": why})
+        return Verdict(1.0, "same_effect", details) if same else Verdict(0.0, "effect_differs", {**details, "by": why})
 
     # Terminus -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +225,10 @@ class ShellVerifier:
         shell, cwd = at_shell_prompt(last_observation(turn)), working_directory(turn, self.cwd)
         if keystrokes_form(expected, shell, cwd) == keystrokes_form(actual, shell, cwd):
             return Verdict(1.0, "match")
-        return Verdict(0.0, "command_differs", {"expected": list(expected), "actual": list(actual)})
+        details: JsonDict = {"expected": list(expected), "actual": list(actual)}
+        if shell and all(keys.endswith("\n") for keys in (*expected, *actual)):  # whole commands, typed at a prompt
+            return self._executed(turn, "".join(expected), "".join(actual), cwd, details)
+        return Verdict(0.0, "command_differs", details)
 
 
 def _completion(text: str) -> bool:

@@ -1,10 +1,14 @@
 """String rules: when two strings count as the same, chosen for each field by `domain.verifier.options.strings`.
 
 exact         equal after Unicode NFC; white space and case count (code, ids and passwords need them)
+case          equal but for the case of letters
+spaces        equal but for white space that keeps no two words apart ("a + b" and "a+b")
 normalized    equal after NFC, case folding, and dropping punctuation and repeated white space; punctuation inside a
               number ("1.5", "10:30") and a sign before one stay, and strings of punctuation alone are compared exactly
+date          one date or time in equal notations (see `moments`), else exact
 similarity:x  word overlap of the normalised strings of at least x, and the same words that hold digits
 any           any string, but an empty one only where an empty one is expected
+ignored       any string at all: the tool does nothing with it
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from pivotrl.errors import UserError
+from pivotrl.verifiers.moments import same_moment
 
 StringRule = Callable[[str, str], bool]  # (expected, actual) -> same
 
@@ -24,6 +29,19 @@ def exact(expected: str, actual: str) -> bool:
     return unicodedata.normalize("NFC", expected) == unicodedata.normalize("NFC", actual)
 
 
+def caseless(expected: str, actual: str) -> bool:
+    return exact(unicodedata.normalize("NFC", expected).casefold(), unicodedata.normalize("NFC", actual).casefold())
+
+
+def spaceless(expected: str, actual: str) -> bool:
+    return exact(*(" ".join(_LOOSE_SPACE.sub("", text.strip()).split()) for text in (expected, actual)))
+
+
+def dated(expected: str, actual: str) -> bool:
+    return exact(expected, actual) or same_moment(expected, actual)
+
+
+_LOOSE_SPACE = re.compile(r"(?<=[^\w\s])\s+|\s+(?=[^\w\s])")
 NUMBER_MARK = re.compile(r"(?<=\d)[.,:/'-](?=\d)|(?<!\S)[-+](?=\d)")
 
 
@@ -74,8 +92,16 @@ def _any(expected: str, actual: str) -> bool:
 
 
 def string_rule(name: object, where: str) -> StringRule:
-    """The rule called `name` ("exact", "normalized", "similarity:0.8", "any"). Raises `UserError` naming `where`."""
-    simple: dict[object, StringRule] = {"exact": exact, "normalized": normalized, "any": _any}
+    """The rule called `name` (see the module; "similarity:0.8"). Raises `UserError` naming `where`."""
+    simple: dict[object, StringRule] = {
+        "exact": exact,
+        "case": caseless,
+        "date": dated,
+        "spaces": spaceless,
+        "normalized": normalized,
+        "any": _any,
+        "ignored": lambda expected, actual: True,
+    }
     if isinstance(name, str) and name in simple:
         return simple[name]
     threshold = similarity_threshold(name, where)
@@ -86,5 +112,7 @@ def similarity_threshold(name: object, where: str) -> float:
     """x of "similarity:x"."""
     match = re.fullmatch(r"similarity:(\d*\.?\d+)", name) if isinstance(name, str) else None
     if match is None or not 0 < float(match[1]) <= 1:
-        raise UserError(f"{where}={name!r}: use exact, normalized, any, or similarity:x with 0 < x <= 1.")
+        raise UserError(
+            f"{where}={name!r}: use exact, case, date, spaces, normalized, any, ignored, or similarity:x, 0 < x <= 1."
+        )
     return float(match[1])

@@ -6,23 +6,27 @@ Calls are compared as a multiset, so order does not matter and surplus calls are
   similarity:x       word overlap of at least x (see `strings`)
   facts              the same salient values (see `facts`), and both or neither ask a question; a demonstration without
                      any salient value is unscorable, "no_facts"
+  judge              the LLM judge of the option `judge`
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
-from pivotrl.verifiers.compare import Rules, difference, perfect_match, resolve
+from pivotrl.verifiers.compare import Difference, Rules, difference, perfect_match, resolve
 from pivotrl.verifiers.facts import compare as compare_facts
 from pivotrl.verifiers.facts import facts_of
+from pivotrl.verifiers.judge import Judge
 from pivotrl.verifiers.strings import StringRule, exact, similar, similarity_threshold, string_rule
 
 WHERE = "domain.verifier.options"
+_JUDGE = "judge"
 
 
 def check_option_names(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -35,55 +39,82 @@ def check_option_names(options: Mapping[str, Any], known: tuple[str, ...]) -> No
 
 
 class ToolCallVerifier:
-    """See the module. Options: `strings` {"*" or "tool.field": rule}, `unordered` ["tool.field"], `text`."""
+    """See the module. Options: `strings` {"*" or "tool.field": rule}, `unordered`, `text`, `judge`.
+
+    A field with the string rule "judge" takes other words where all else is equal and the LLM judge, whose options are
+    in `judge`, calls the actions equivalent.
+    `unordered` names lists whose order does not matter: "tool.field", or "tool.field+other" for lists that belong
+    together item by item, whose pairs may come in any order.
+    """
 
     name = "tool_calls"
-    version = "1"
+    version = "2"
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        check_option_names(options, ("strings", "unordered", "text"))
+        check_option_names(options, ("strings", "unordered", "text", "judge"))
         strings = options.get("strings") or {}
         if not isinstance(strings, Mapping):
             raise UserError(f'{WHERE}.strings: must map "*" or "tool.field" to a rule, not a {type(strings).__name__}.')
         self._strings: dict[str, StringRule] = {
-            str(field): string_rule(rule, f"{WHERE}.strings[{field!r}]") for field, rule in strings.items()
+            str(field): exact if rule == _JUDGE else string_rule(rule, f"{WHERE}.strings[{field!r}]")
+            for field, rule in strings.items()
         }
+        judged = {str(field) for field, rule in strings.items() if rule == _JUDGE}
         unordered = options.get("unordered") or []
         if isinstance(unordered, str) or not all(isinstance(field, str) for field in unordered):
             raise UserError(f'{WHERE}.unordered: must be a list of "tool.field" names.')
-        self._unordered = frozenset(unordered)
+        self._unordered = frozenset(field for field in unordered if "+" not in field)
+        self._paired = _paired_lists([field for field in unordered if "+" in field])
         self._text = options.get("text") or "exclude"
         self._threshold: float | None = None
-        if self._text not in ("exclude", "facts"):
+        if self._text not in ("exclude", "facts", _JUDGE):
             if not str(self._text).startswith("similarity:"):
-                raise UserError(f"{WHERE}.text={self._text!r}: use exclude, facts, or similarity:x with 0 < x <= 1.")
+                raise UserError(
+                    f"{WHERE}.text={self._text!r}: use exclude, facts, judge, or similarity:x with 0 < x <= 1."
+                )
             self._threshold = similarity_threshold(self._text, f"{WHERE}.text")
         self._options = {
             "strings": {str(field): rule for field, rule in sorted(strings.items())},
-            "unordered": sorted(self._unordered),
+            "unordered": sorted(unordered),
             "text": self._text,
         }
-        default = self._strings.get("*", exact)
-        self._rules = Rules(lambda path: self._strings.get(path, default), lambda path: path in self._unordered)
+        self._rules = self._rules_of(self._strings)
+        anything = string_rule("any", WHERE)
+        self._open_rules = self._rules_of({**self._strings, **dict.fromkeys(judged, anything)}) if judged else None
+        self._judge = Judge(dict(options["judge"])) if options.get("judge") else None
+        if (judged or self._text == _JUDGE) and self._judge is None:
+            raise UserError(f"{WHERE}.judge is missing: {', '.join(sorted(judged)) or 'text'} asks the judge.")
+
+    def _rules_of(self, strings: dict[str, StringRule]) -> Rules:
+        default = strings.get("*", exact)
+        return Rules(lambda path: strings.get(path, default), lambda path: path in self._unordered)
 
     def config(self) -> dict[str, Any]:
-        return self._options
+        return self._options | ({"judge": self._judge.config()} if self._judge else {})
 
     def verify(self, turn: Turn, action: Action) -> Verdict:
         expected = turn.demonstration
         if action.problems:
             return Verdict(0.0, "malformed", {"problems": list(action.problems)})
         if expected.tool_calls and action.tool_calls:
-            return self._verify_calls(turn, expected.tool_calls, action.tool_calls)
+            verdict = self._verify_calls(turn, expected.tool_calls, action.tool_calls, self._rules)
+            if verdict.reward == 1.0 or self._open_rules is None or self._judge is None:
+                return verdict
+            but_words = self._verify_calls(turn, expected.tool_calls, action.tool_calls, self._open_rules)
+            return self._judge.verify(turn, action) if but_words.reward == 1.0 else verdict
         if action.tool_calls:
             return Verdict(0.0, "called_instead_of_speaking")
         if not action.text.strip():
             return Verdict(0.0, "empty")
         if expected.tool_calls:
             return Verdict(0.0, "spoke_instead_of_calling")
+        if self._text == _JUDGE and self._judge is not None:
+            return self._judge.verify(turn, action)
         return self._verify_text(expected.text, action.text)
 
-    def _verify_calls(self, turn: Turn, expected: tuple[ToolCall, ...], actual: tuple[ToolCall, ...]) -> Verdict:
+    def _verify_calls(
+        self, turn: Turn, expected: tuple[ToolCall, ...], actual: tuple[ToolCall, ...], rules: Rules
+    ) -> Verdict:
         schemas = _parameters(turn.tools)
         known = schemas.keys() | {call.name for call in expected}
         for call in actual:
@@ -95,23 +126,32 @@ class ToolCallVerifier:
             return Verdict(0.0, "wrong_tool", {"tools": [call.name for call in actual]})
 
         def same(a: ToolCall, b: ToolCall) -> bool:
-            return a.name == b.name and self._difference(a, b, schemas) is None
+            return a.name == b.name and self._difference(a, b, schemas, rules) is None
 
         if perfect_match(expected, actual, same):
             return Verdict(1.0, "match")
-        return self._first_difference(expected, actual, schemas)
+        return self._first_difference(expected, actual, schemas, rules)
 
-    def _difference(self, expected: ToolCall, actual: ToolCall, schemas: dict[str, JsonDict]) -> Any:
+    def _difference(
+        self, expected: ToolCall, actual: ToolCall, schemas: dict[str, JsonDict], rules: Rules
+    ) -> Difference | None:
         root = schemas.get(expected.name, {})
-        return difference(expected.arguments, actual.arguments, resolve(root, root), root, self._rules, expected.name)
+        left, right = expected.arguments, actual.arguments
+        for fields in self._paired.get(expected.name, ()):
+            left, right = _in_one_order(left, fields), _in_one_order(right, fields)
+        return difference(left, right, resolve(root, root), root, rules, expected.name)
 
     def _first_difference(
-        self, expected: tuple[ToolCall, ...], actual: tuple[ToolCall, ...], schemas: dict[str, JsonDict]
+        self,
+        expected: tuple[ToolCall, ...],
+        actual: tuple[ToolCall, ...],
+        schemas: dict[str, JsonDict],
+        rules: Rules,
     ) -> Verdict:
         """Name a difference for people: that of the first call which equals no expected call of its name."""
         for call in actual:
-            found = [self._difference(e, call, schemas) for e in expected if e.name == call.name]
-            if None not in found:
+            found = [self._difference(e, call, schemas, rules) for e in expected if e.name == call.name]
+            if found[0] is not None and None not in found:
                 return Verdict(0.0, found[0].reason, {"field": found[0].path})
         return Verdict(0.0, "repeated_call")
 
@@ -126,6 +166,26 @@ class ToolCallVerifier:
             return Verdict(None, "no_facts")
         problem = compare_facts(facts, facts_of(actual))
         return Verdict(1.0, "match") if problem is None else Verdict(0.0, problem)
+
+
+def _paired_lists(names: list[str]) -> dict[str, list[tuple[str, ...]]]:
+    """Tool -> groups of arguments, from "tool.field+other"."""
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name in names:
+        tool, dot, fields = name.partition(".")
+        if not dot or not all(fields.split("+")):
+            raise UserError(f'{WHERE}.unordered has {name!r}; write "tool.field+other".')
+        groups.setdefault(tool, []).append(tuple(fields.split("+")))
+    return groups
+
+
+def _in_one_order(arguments: JsonDict, fields: tuple[str, ...]) -> JsonDict:
+    """The lists of `fields` sorted together, item by item; unchanged where they are no lists of one length."""
+    lists = [found for field in fields if isinstance(found := arguments.get(field), list)]
+    if len(lists) != len(fields) or len({len(found) for found in lists}) != 1 or not lists[0]:
+        return arguments
+    rows = sorted(zip(*lists, strict=True), key=lambda row: json.dumps(row, sort_keys=True))
+    return {**arguments, **{field: list(column) for field, column in zip(fields, zip(*rows, strict=True), strict=True)}}
 
 
 def _parameters(tools: list[JsonDict]) -> dict[str, JsonDict]:

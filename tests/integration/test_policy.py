@@ -201,7 +201,7 @@ def test_bf16_stays_near_float32(tiny_folders: Folders) -> None:
 
 @pytest.mark.parametrize(
     ("parallel", "key"),
-    [(Parallel(tensor=2), "2"), (Parallel(context=2), "parallel.context"), (Parallel(expert=2), "expert")],
+    [(Parallel(tensor=2), "2"), (Parallel(context=2), "context = 2"), (Parallel(expert=2), "expert")],
 )
 def test_impossible_layouts_are_refused(tiny_folders: Folders, parallel: Parallel, key: str) -> None:
     with pytest.raises(UserError, match=key):

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from pivotrl.config import Config, Optimizer, Parallel, Precision
+from pivotrl.generation.base import StatefulEngine
 from pivotrl.generation.engine import Completion
 from pivotrl.policy.head import target_logprobs
 from pivotrl.policy.policy import MegatronPolicy
+from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.rollouts import Rollout
 from pivotrl.training.batch import Batch, make_batch
-from pivotrl.training.grpo import _step
+from pivotrl.training.grpo import learn
+from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteError, NonFiniteSteps
 from pivotrl.trajectories.schema import Action
 from pivotrl.verifiers.base import Verdict
@@ -24,16 +27,41 @@ from pivotrl.verifiers.base import Verdict
 Folders = dict[str, tuple[Path, Any]]
 
 
-class Counter:
-    """An engine that only remembers the versions it was given."""
+class Counter(StatefulEngine):
+    """An engine that remembers the versions it was given; it scores the canary as the policy does."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: MegatronPolicy) -> None:
+        super().__init__()
+        self.policy = policy
         self.versions: list[int] = []
 
-    def refit(self, weights: Iterable[Any], version: int) -> None:
+    def _sleep(self, discard_weights: bool) -> None:
+        pass
+
+    def _wake(self) -> None:
+        pass
+
+    def _load(self, weights: Iterable[Any], version: int) -> None:
         for _ in weights:
             pass
         self.versions.append(version)
+
+    def score(self, prompts: Any, continuations: Any) -> list[list[float]]:
+        rows = [TokenSequence.of(p, c) for p, c in zip(prompts, continuations, strict=True)]
+        return [x.tolist() for x in self.policy.logprobs(rows, 1.0)]
+
+
+class Bench:
+    """One policy with its engine, step after step."""
+
+    def __init__(self, folder: Path, cfg: Config, directory: Path) -> None:
+        self.policy, self.cfg = load(folder), cfg
+        self.engine, self.handover = Counter(self.policy), Handover(self.policy)
+        self.nonfinite = NonFiniteSteps(directory, 2)
+
+    def learn(self, made: Batch, step: int) -> dict[str, float]:
+        self.handover.generate(self.engine, lambda: None)  # type: ignore[arg-type]
+        return learn(self.policy, self.engine, self.handover, made, self.cfg, step, self.nonfinite)  # type: ignore[arg-type]
 
 
 def load(folder: Path) -> MegatronPolicy:
@@ -75,33 +103,35 @@ def config(**changes: Any) -> Config:
     return cfg
 
 
-def test_the_engine_follows_updates_and_nothing_else(tiny_folders: Folders, tmp_path: Path) -> None:
-    policy, engine, cfg = load(tiny_folders["llama"][0]), Counter(), config(kl_beta=0.05)
-    nonfinite, version = NonFiniteSteps(tmp_path, 2), 0
-    mixed = batch(policy, cfg, [[1, 0, 0], [1, 1, 1]])
-    stats, version = _step(policy, engine, mixed, cfg, 0, nonfinite, version)  # type: ignore[arg-type]
-    assert (version, engine.versions) == (1, [1])
+def test_the_engine_follows_every_step(tiny_folders: Folders, tmp_path: Path) -> None:
+    cfg = config(kl_beta=0.05)
+    bench = Bench(tiny_folders["llama"][0], cfg, tmp_path)
+    stats = bench.learn(batch(bench.policy, cfg, [[1, 0, 0], [1, 1, 1]]), 0)
+    assert (bench.engine.weight_version, bench.engine.versions) == (1, [1])
     assert stats["mismatch_abs"] < 1e-5
+    assert stats["canary_mismatch"] < 1e-5
     assert stats["importance_ess"] == pytest.approx(1.0, abs=1e-4)
     assert stats["kl"] == pytest.approx(0.0, abs=1e-6)
     assert stats["tokens_saved"] > 0 and stats["seconds_refit"] > 0 and "mfu" not in stats
     cfg.algorithm.kl_beta = 0.0
-    equal = batch(policy, cfg, [[1, 1], [0, 0]])
-    stats, version = _step(policy, engine, equal, cfg, 1, nonfinite, version)  # type: ignore[arg-type]
-    assert (stats["skipped"], version, engine.versions) == (1.0, 1, [1])  # no signal: the weights are the same
+    before = [p.detach().clone() for p in bench.policy.model.parameters()]
+    stats = bench.learn(batch(bench.policy, cfg, [[1, 1], [0, 0]]), 1)
+    assert (stats["skipped"], bench.engine.versions) == (1.0, [1, 2])  # it slept: the same weights come back
+    assert all(torch.equal(a, b) for a, b in zip(before, bench.policy.model.parameters(), strict=True))
+    assert "canary_mismatch" not in stats  # of the first refit only
 
 
-def test_broken_weights_are_told_with_samples_and_never_served(tiny_folders: Folders, tmp_path: Path) -> None:
-    policy, engine, cfg = load(tiny_folders["llama"][0]), Counter(), config()
-    mixed = batch(policy, cfg, [[1, 0, 0]])
+def test_broken_weights_are_told_with_samples(tiny_folders: Folders, tmp_path: Path) -> None:
+    cfg = config()
+    bench = Bench(tiny_folders["llama"][0], cfg, tmp_path)
+    bench.learn(batch(bench.policy, cfg, [[1, 0]]), 0)
+    mixed = batch(bench.policy, cfg, [[1, 0, 0]])
     with torch.no_grad():
-        next(policy.model.parameters())[mixed.rollouts[1].sequence.token_ids[-2]] = float("nan")
-    nonfinite = NonFiniteSteps(tmp_path, 2)
-    stats, version = _step(policy, engine, mixed, cfg, 0, nonfinite, 0)  # type: ignore[arg-type]
-    assert (stats["nonfinite"], stats["skipped"], version, engine.versions) == (1.0, 1.0, 0, [])
+        next(bench.policy.model.parameters())[mixed.rollouts[1].sequence.token_ids[-2]] = float("nan")
+    stats = bench.learn(mixed, 1)
+    assert (stats["nonfinite"], stats["skipped"]) == (1.0, 1.0)
     with pytest.raises(NonFiniteError, match=r"t#0/1"):
-        _step(policy, engine, mixed, cfg, 1, nonfinite, 0)  # type: ignore[arg-type]
-    assert engine.versions == []
+        bench.learn(mixed, 2)
 
 
 def test_log_probs_are_those_at_the_sampling_temperature(tiny_folders: Folders) -> None:  # field report B1

@@ -2,54 +2,131 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pivotrl.config import Parallel
-from pivotrl.policy import distributed, head, tree_attention
-from pivotrl.policy.prefix_tree import TokenSequence, build_tree
-from pivotrl.policy.tree_attention import _TreeAttention, rope_tables, tree_blocks
+from pivotrl.policy import distributed, head, tree_kernel
+from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, split_rows
+from pivotrl.policy.tree_attention import rope_tables
+from pivotrl.policy.tree_kernel import CpuPlan, CpuTreeAttention, Tables
+from tests.unit.test_prefix_tree import SHAPES
+
+SCALE = 0.25
+# three levels, leaves of unequal length in one group, padding rows
+LEVELS = [
+    *(TokenSequence.of([1] * 5 + [10 + p] * 3, [20 + g] * (4 + g)) for p in range(3) for g in range(4)),
+    TokenSequence.of([1] * 5, [3]),
+]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, visible: Tensor, scale: float) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, tables: Tables, tree: PrefixTree) -> Tensor:
+    """q [S, h, d], k and v [S, g, d] -> [S, h, d], by a mask over all pairs."""
+
     def rotated(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
-        return (x * cosine[:, None] + torch.cat([-b, a], -1) * sine[:, None]).transpose(0, 1)[None]
+        return (x * tables[0][:, None] + torch.cat([-b, a], -1) * tables[1][:, None]).transpose(0, 1)[None]
 
+    rows, ends = torch.arange(len(q), device=q.device), torch.from_numpy(tree.subtree_end).to(q.device)
+    visible = (rows[None] <= rows[:, None]) & (rows[:, None] < ends[None])
     out = F.scaled_dot_product_attention(
-        rotated(q), rotated(k), v.transpose(0, 1)[None], attn_mask=visible, scale=scale, enable_gqa=True
+        rotated(q), rotated(k), v.transpose(0, 1)[None], attn_mask=visible, scale=SCALE, enable_gqa=True
     )
     return out[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 5e-2)])
-@pytest.mark.parametrize("block", [2**20, 64])
-def test_tree_attention_equals_masked_attention(
-    dtype: torch.dtype, tolerance: float, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three levels of segments, leaves of unequal length in one group, padding rows, heads sharing keys."""
-    monkeypatch.setattr(tree_attention, "BLOCK_ELEMENTS", block)
+def with_gradients(
+    tree: PrefixTree, dtype: torch.dtype, inputs: list[Tensor], ranks: int | None, plan_of: PrefixTree | None = None
+) -> list[Tensor]:
+    """Output and gradients of q, k, v: of the kernel, rank after rank, or (`ranks` None) of the dense formula."""
+    q, k, v = (x.clone().to(dtype).requires_grad_() for x in inputs)
+    tables = rope_tables(torch.from_numpy(tree.position_ids), q.shape[-1], 1e4, dtype)
+    if ranks is None:
+        out = dense(q, k, v, tables, tree)
+    else:
+        out = torch.zeros_like(q)
+        for rows in split_rows(tree.position_ids, ranks):
+            own, plan = tuple(t[rows] for t in tables), CpuPlan.of(plan_of or tree, rows)
+            part = CpuTreeAttention.apply(q[rows], k, v, own, tables, plan, SCALE)
+            out = out.index_copy(0, torch.from_numpy(rows), part)
+    (out.float() * torch.linspace(-1, 1, q.shape[-1])).sum().backward()
+    return [out, q.grad, k.grad, v.grad]
+
+
+def random_inputs(tree: PrefixTree, heads: int = 4, groups: int = 2) -> list[Tensor]:
     torch.manual_seed(0)
-    sequences = [TokenSequence.of([1] * 5 + [10 + p] * 3, [20 + g] * (4 + g)) for p in range(3) for g in range(4)]
-    tree = build_tree([*sequences, TokenSequence.of([1] * 5, [3])], multiple_of=8)
-    n = len(tree.token_ids)
-    rows, ends = torch.arange(n), torch.from_numpy(tree.subtree_end)
-    visible = (rows[None] <= rows[:, None]) & (rows[:, None] < ends[None])
-    inputs = [torch.randn(n, h, 16).to(dtype) for h in (4, 2, 2)]
-    blocks = tree_blocks(tree.segments, torch.device("cpu"))
-    assert any(not g.valid.all() for g in blocks.groups)
-    assert len(blocks.descendants) > 1
-    results = []
-    for fused in (True, False):
-        q, k, v = (x.clone().to(dtype if fused else torch.float32).requires_grad_() for x in inputs)
-        tables = rope_tables(torch.from_numpy(tree.position_ids), 16, 1e4, q.dtype)
-        out = _TreeAttention.apply(q, k, v, *tables, blocks, 0.25) if fused else dense(q, k, v, *tables, visible, 0.25)
-        (out.float() * torch.linspace(-1, 1, 16)).sum().backward()
-        results.append([out, q.grad, k.grad, v.grad])
-    for got, wanted in zip(*results, strict=True):
+    return [torch.randn(len(tree.token_ids), h, 16) for h in (heads, groups, groups)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(("block", "longest", "ranks"), [(2**20, 256, 1), (64, 3, 1), (64, 3, 2), (2**20, 256, 3)])
+def test_tree_attention_equals_masked_attention(
+    dtype: torch.dtype, tolerance: float, block: int, longest: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads share keys; `ranks` is context parallelism, each rank with its own rows."""
+    monkeypatch.setattr(tree_kernel, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(tree_kernel, "LONGEST_DIAGONAL", longest)
+    tree = build_tree(LEVELS, multiple_of=8 * ranks)
+    plan = CpuPlan.of(tree)
+    assert any(runs.kept is not None for runs in plan.diagonals) and len(plan.rectangles) > 3
+    inputs = [x.to(dtype) for x in random_inputs(tree)]
+    found = with_gradients(tree, dtype, inputs, ranks)
+    for got, wanted in zip(found, with_gradients(tree, torch.float32, inputs, None), strict=True):
         torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_unusual_tries(name: str) -> None:
+    tree = build_tree(SHAPES[name])
+    inputs = random_inputs(tree, heads=3, groups=1)
+    found = with_gradients(tree, torch.float32, inputs, 1)
+    for got, wanted in zip(found, with_gradients(tree, torch.float32, inputs, None), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_branch_that_sees_its_sibling_is_noticed() -> None:
+    """Negative control: a plain causal row of tokens is not the tree."""
+    tree = build_tree(LEVELS)
+    chain = build_tree([TokenSequence(tuple(range(len(tree.token_ids))), ())])
+    inputs = random_inputs(tree)
+    found = with_gradients(tree, torch.float32, inputs, 1, plan_of=chain)
+    for got, wanted in zip(found, with_gradients(tree, torch.float32, inputs, None), strict=True):
+        assert (got - wanted).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_flex_attention_has_the_same_rule(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of the GPU path, by FlexAttention's plain form, which runs on CPU (forward only)."""
+    from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+    from pivotrl.policy.tree_flex import flex_tree_attention, tree_mask
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    tree = build_tree([*LEVELS, *SHAPES["200 branches"]], multiple_of=16 * ranks)
+    q, k, v = random_inputs(tree)
+    tables = rope_tables(torch.from_numpy(tree.position_ids), 16, 1e4, torch.float32)
+    wanted = dense(q, k, v, tables, tree)
+    count = len(tree.token_ids)
+    for rows in split_rows(tree.position_ids, ranks):
+        mask = tree_mask(tree, rows, torch.device("cpu"))
+        own = tuple(t[rows] for t in tables)
+        got = flex_tree_attention(q[rows], k, v, own, tables, mask, SCALE, attend=flex_attention)
+        torch.testing.assert_close(got, wanted[rows], atol=5e-6, rtol=5e-6)
+        # the tiles leave nothing out, and some are not computed
+        pairs = create_mask(mask.mask_mod, None, None, len(rows), count, device="cpu")[0, 0].numpy()
+        tiles = mask.to_dense()[0, 0].numpy().astype(bool)
+        for i, j in np.ndindex(tiles.shape):
+            assert tiles[i, j] or not pairs[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128].any()
+        assert not tiles.all()
+        shifted = dataclasses.replace(tree, subtree_end=np.roll(tree.subtree_end, 1))  # negative control
+        wrong = tree_mask(shifted, rows, torch.device("cpu"))
+        other = flex_tree_attention(q[rows], k, v, own, tables, wrong, SCALE, attend=flex_attention)
+        assert not torch.allclose(other, wanted[rows], atol=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])

@@ -221,11 +221,18 @@ def test_verification_sees_stale_copies(original: Served, monkeypatch: pytest.Mo
         monkeypatch.setattr(original.engine._setup, "repack_heads", lambda model: None)
         stale = "lm_head.weight"
     else:
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+        from pivotrl.generation import direct_load
 
-        monkeypatch.setattr(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None)
+        monkeypatch.setattr(direct_load, "packed_expert", lambda module, weight: weight)
         stale = "w13_weight"
     with pytest.raises(RefitError, match=stale):
         original.refit(1)
     with pytest.raises(EngineStateError, match="refit"):
         original.engine.generate([PROMPTS[0]], GREEDY, 1, [0])
+
+
+def test_routed_experts_are_refused_where_vllm_cannot_give_them(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("GPU builds give them back")
+    with pytest.raises(UserError, match=r"generation\.routed_experts"):
+        build(save_moe(tmp_path / "moe", 0), routed_experts=True)

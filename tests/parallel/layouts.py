@@ -26,12 +26,14 @@ CASES: dict[int, list[tuple[str, Parallel]]] = {
         ("llama", Parallel(tensor=2, sequence=True)),
         ("llama", Parallel(pipeline=2)),  # the tied head is a copy on the last stage
         ("llama", Parallel()),  # DP 2
+        ("llama", Parallel(context=2)),
         ("qwen3_moe", Parallel(tensor=2, sequence=True)),
         ("qwen3_moe", Parallel(expert=2)),
         ("qwen3_moe", Parallel(tensor=2, sequence=True, expert=2)),
         ("qwen3_moe", Parallel(tensor=2, sequence=True, expert_tensor=2)),
         ("qwen3_moe", Parallel(pipeline=2)),
         ("qwen3_moe", Parallel()),  # DP 2
+        ("qwen3_moe", Parallel(context=2, expert=2)),
     ],
 }
 

@@ -47,7 +47,7 @@ def test_all_unknown_keys_are_told_together() -> None:
 def test_unknown_choice_lists_and_suggests() -> None:
     text = message("domain=tau")
     assert "Did you mean 'tau2'?" in text
-    assert "conversational, outfitters, search, swe, tau2, terminal" in text
+    assert "conversational, outfitters, search, shell_tasks, swe, tau2, terminal" in text
 
 
 def test_misspelt_group_suggests() -> None:
@@ -239,3 +239,15 @@ def test_config_dir_prefers_the_installed_one(tmp_path: Path, monkeypatch: pytes
         config_dir()
     (tmp_path / "pivotrl" / "conf" / "config.yaml").write_text("")
     assert config_dir() == (tmp_path / "pivotrl" / "conf").resolve()
+
+
+def test_another_verifier_does_not_get_the_options_of_the_domain() -> None:
+    own = load_config(["domain=tau2", "domain.verifier.options.text=facts"]).domain.verifier
+    assert (own.name, own.options["text"]) == ("tool_calls", "facts")
+    assert "strings" in own.options
+    other = load_config(["domain=tau2", "domain.verifier.name=strict"]).domain.verifier
+    assert (other.name, other.options) == ("strict", {})
+    for overrides in (["domain.verifier.options.environment=tau2", "domain.verifier.name=execution"],
+                      ["domain.verifier.name=execution", "domain.verifier.options={environment: tau2}"]):  # fmt: skip
+        assert load_config(["domain=tau2", *overrides]).domain.verifier.options == {"environment": "tau2"}
+    assert load_config(["domain=tau2", "domain.verifier.options=null"]).domain.verifier.options == {}

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from itertools import combinations
 
 import pytest
 
 from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.rollout import EpisodeResult
-from pivotrl.errors import UserError
-from pivotrl.evaluation.in_domain import episode_summary
-from pivotrl.evaluation.out_of_domain import MultipleChoice, evaluate_choices, read_choices
+from pivotrl.evaluation.in_domain import Validity, episode_summary
 from pivotrl.evaluation.stage import differences
-from pivotrl.evaluation.statistics import bootstrap, interval, paired_difference, wilson
+from pivotrl.evaluation.statistics import bootstrap, interval, paired_difference, pass_at_k, wilson
+from pivotrl.trajectories.schema import Action, ToolCall
 
 
 def test_wilson():
@@ -61,33 +59,31 @@ def test_trials_of_a_task_are_averaged_before_the_interval():
     assert (found["success"], found["trials"]) == (0.75, 2)
 
 
-class Letters:
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) for c in text]
-
-    def score(self, prompts, continuations) -> list[list[float]]:
-        return [[-1.0 if chr(i) == "x" else -2.0 for i in ids] for ids in continuations]
-
-
-def test_choices_are_compared_per_character():
-    rows = [MultipleChoice("c", ("xxxxxxxx", "ab"), 0), MultipleChoice("c", ("ab", "xxxxxxxx"), 0)]
-    found = evaluate_choices(rows, Letters(), Letters(), "letters")  # type: ignore[arg-type]
-    assert (found["accuracy"], found["n"], found["per_task"]) == (0.5, 2, {"0": 1.0, "1": 0.0})
+def test_pass_at_k_is_the_share_of_subsets_with_a_success():
+    outcomes = [1, 0, 0, 1, 0, 0]
+    for k in (1, 2, 4, 6):
+        subsets = list(combinations(outcomes, k))
+        assert pass_at_k(6, 2, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+    for wrong in ((4, 2, 5), (4, 5, 2), (4, 2, 0)):
+        with pytest.raises(ValueError):
+            pass_at_k(*wrong)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("nope", r":2: not a multiple-choice row"),
-        ('{"ctx": "a", "endings": ["b"]}', r":2: .*label"),
-        ('{"ctx": "a", "endings": ["b"], "label": 3}', r":2: label 3 is not an index"),
-    ],
-)
-def test_bad_choices_name_file_and_line(tmp_path: Path, line: str, message: str):
-    path = tmp_path / "choices.jsonl"
-    path.write_text(json.dumps({"ctx": "a", "endings": ["b", "c"], "label": 1}) + "\n" + line + "\n")
-    assert len(read_choices(path, 1)) == 1
-    with pytest.raises(UserError, match=message):
-        read_choices(path, 9)
-    with pytest.raises(UserError, match="does not exist"):
-        read_choices(tmp_path / "none", 1)
+def test_pass_at_k_leaves_out_tasks_with_too_few_judged_trials():
+    results = [episode("a", True, 0), episode("a", False, 1), episode("b", False, 0), episode("b", None, 1)]
+    assert episode_summary(results)["pass_at"] == {"1": 0.25, "2": 1.0}
+
+
+def test_validity_of_tool_calls():
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    validity = Validity()
+    for action in (
+        Action(tool_calls=(ToolCall("f", {"n": 1}), ToolCall("f", {"n": "1"}), ToolCall("g", {"n": 1}))),
+        Action(text="hello"),
+        Action(problems=("unclosed",)),
+    ):
+        validity.add(action, tools)
+    expected = {"turns": 3, "malformed": 1, "calls": 3, "valid_calls": 1, "share": 0.25}
+    assert validity.to_json() == expected
+    assert Validity().to_json()["share"] is None

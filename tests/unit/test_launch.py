@@ -195,4 +195,4 @@ def test_ranks_come_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**env, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"})
     step.rank_from_slurm()
     assert "RANK" not in os.environ
-    assert [s for s in STAGES if not step.is_parallel(s)] == ["turns", "select", "report"]
+    assert [s for s in STAGES if not step.is_parallel(s)] == ["turns", "audit-verifier", "select", "report"]

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, pack, schedule
+from pivotrl.policy.prefix_tree import (
+    PrefixTree,
+    TokenSequence,
+    build_tree,
+    deal,
+    pack,
+    schedule,
+    split_rows,
+    unique_tokens,
+)
 
 
 @st.composite
@@ -51,22 +60,26 @@ def test_tree_holds_every_sequence_once(seqs: list[TokenSequence], multiple: int
 
 
 @settings(max_examples=100, deadline=None)
-@given(sequences())
-def test_segments_cover_the_rows_and_are_maximal(seqs: list[TokenSequence]) -> None:
+@given(sequences(), st.integers(1, 3))
+def test_chains_cover_the_rows_and_know_their_paths(seqs: list[TokenSequence], multiple: int) -> None:
+    tree = build_tree(seqs, multiple_of=multiple)
+    assert [c.start for c in tree.chains] == [0, *(c.end for c in tree.chains[:-1])]
+    assert tree.chains[-1].end == len(tree.token_ids)
+    for c in tree.chains:
+        above = [j for a, b in c.path for j in range(a, b)]
+        for row in range(c.start, c.end):
+            assert path_to(tree, row) == [*above, *range(c.start, row + 1)]
+        assert 2 ** len(c.path) <= len(tree.token_ids), "the path leaves a chain only for a smaller subtree"
+
+
+def test_the_trajectory_comes_first_and_siblings_stand_together() -> None:
+    """Every path of a trajectory's pivots is then one range of rows, and the actions of a pivot see the same one."""
+    trunk = list(range(40))
+    seqs = [TokenSequence.of(trunk[:d], [50 + 7 * g + d, g]) for d in (10, 20, 40) for g in range(5)]
     tree = build_tree(seqs)
-    assert [s.start for s in tree.segments] == [0, *(s.end for s in tree.segments[:-1])]
-    assert tree.segments[-1].end == len(tree.token_ids)
-    for s in tree.segments:
-        assert (tree.subtree_end[s.start : s.end] == s.subtree_end).all()
-        if s.parent >= 0:
-            parent = tree.segments[s.parent]
-            assert parent.end <= s.start and s.subtree_end <= parent.subtree_end
-            assert parent.subtree_end > s.subtree_end or parent.end < s.start, (
-                "an only child belongs to its parent's segment"
-            )
-            assert tree.position_ids[s.start] == tree.position_ids[parent.end - 1] + 1
-        else:
-            assert tree.position_ids[s.start] == 0
+    # at 40 the largest of equal subtrees is the first action, which ends the chain of the trajectory
+    assert [c.end - c.start for c in tree.chains] == [42] + [2] * 14
+    assert [c.path for c in tree.chains[1:]] == [((0, 40),)] * 4 + [((0, 20),)] * 5 + [((0, 10),)] * 5
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,6 +93,41 @@ def test_schedule_covers_once_within_budget_and_evenly(seqs: list[TokenSequence]
         tree = build_tree(seqs, b)
         assert tree.tokens_unique <= budget or len({seqs[i].token_ids for i in b}) == 1
     assert len(plan[0]) == max(1, -(-len(pack(seqs, budget)) // ranks))
+    loads = [[unique_tokens(seqs, b) for b in rank] for rank in plan]
+    assert [[build_tree(seqs, b).tokens_unique for b in rank] for rank in plan] == loads
+    assert max(map(sum, loads)) - min(map(sum, loads)) <= max(max(rank) for rank in loads)
+
+
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 5))
+def test_dealt_sums_differ_by_the_largest_at_most(costs: list[int], ranks: int) -> None:
+    costs += [0] * (-len(costs) % ranks)
+    dealt = deal(costs, ranks)
+    assert sorted(i for mine in dealt for i in mine) == list(range(len(costs)))
+    assert {len(mine) for mine in dealt} == {len(costs) // ranks}
+    sums = [sum(costs[i] for i in mine) for mine in dealt]
+    assert max(sums) - min(sums) <= max(costs, default=0)
+
+
+def test_uneven_deals_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 pieces cannot be dealt evenly to 2 ranks"):
+        deal([1, 2, 3], 2)
+    with pytest.raises(ValueError, match="7 rows cannot be split evenly over 2 ranks"):
+        split_rows(np.arange(7), 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 40), st.integers(0, 12), st.integers(1, 60))
+def test_context_ranks_have_as_many_rows_and_nearly_as_many_pairs(
+    ranks: int, trunk: int, actions: int, length: int
+) -> None:
+    seqs = [TokenSequence.of(range(trunk * 16), [1000 + g] * length) for g in range(actions + 1)]
+    tree = build_tree(seqs, multiple_of=16 * ranks)
+    parts = split_rows(tree.position_ids, ranks)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(tree.token_ids)))
+    assert all((np.diff(p) > 0).all() for p in parts) and len({len(p) for p in parts}) == 1
+    pairs = [int((tree.position_ids[p] + 1).sum()) for p in parts]
+    assert max(pairs) - min(pairs) <= 128 * int(tree.position_ids.max() + 1)
+    assert all((np.diff(p) != 1).sum() <= max(3, len(p) // 16) for p in parts)  # few pieces
 
 
 def test_five_long_against_five_short_sequences_need_equal_rounds() -> None:
@@ -98,14 +146,14 @@ def test_grpo_group_costs_its_unique_tokens() -> None:
     tree = build_tree(group)
     assert tree.tokens_unique == 180 and tree.tokens_total == 880
     assert (tree.pair_row[tree.pair_offset == 0] == 99).all()  # eight targets of one row
-    assert len(tree.segments) == 9
+    assert len(tree.chains) == 8  # the prompt goes on as the first completion
 
 
 def test_turns_of_one_trajectory_are_one_chain() -> None:
     ids = tuple(range(50))
     chain = [TokenSequence(ids[:20], tuple(range(10, 20))), TokenSequence(ids, tuple(range(40, 50)))]
     tree = build_tree(chain)
-    assert tree.tokens_unique == 50 and len(tree.segments) == 1 and len(tree.pair_row) == 20
+    assert tree.tokens_unique == 50 and len(tree.chains) == 1 and len(tree.pair_row) == 20
 
 
 def test_dummy_tree_has_rows_but_no_loss() -> None:
@@ -122,3 +170,29 @@ def test_impossible_targets_are_refused(targets: tuple[int, ...]) -> None:
 def test_subset_keeps_the_callers_indices() -> None:
     seqs = [TokenSequence.of([1, 2], [i]) for i in range(5)]
     assert np.array_equal(np.unique(build_tree(seqs, [4, 1]).pair_sequence), [1, 4])
+
+
+SHAPES = {
+    "deep": [TokenSequence.of(range(n), [100 + n, n]) for n in range(1, 60)],  # a branch at every token
+    "prefix of another": [
+        TokenSequence.of([1, 2], [3, 4]),
+        TokenSequence.of([1, 2, 3], [4, 5, 6]),
+        TokenSequence.of([1], [2]),
+    ],
+    "one-token actions": [TokenSequence.of([1, 2, 3], [g]) for g in range(8)],
+    "empty trunk": [TokenSequence((g, 1, 2), (1, 2)) for g in range(6)],
+    "200 branches": [TokenSequence.of([1] * 10, [g + 2] * (1 + g % 7)) for g in range(200)],
+    "single tokens": [TokenSequence((g,), ()) for g in range(3)],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_unusual_tries(name: str) -> None:
+    seqs = SHAPES[name]
+    tree = build_tree(seqs)
+    assert tree.tokens_unique == len({s.token_ids[:n] for s in seqs for n in range(1, len(s.token_ids) + 1)})
+    for i, k, t, r in zip(tree.pair_sequence, tree.pair_offset, tree.pair_token, tree.pair_row, strict=True):
+        s = seqs[int(i)]
+        assert t == s.token_ids[s.targets[int(k)]]
+        assert tuple(tree.token_ids[path_to(tree, int(r))].tolist()) == s.token_ids[: s.targets[int(k)]]
+    assert len(tree.pair_row) == sum(len(s.targets) for s in seqs)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import RefitError
-from pivotrl.generation.refit_check import EMBEDDING, HEAD, ExpectedWeights, RefitCheck, read_safetensors_shapes
+from pivotrl.generation.refit_check import (
+    EMBEDDING,
+    HEAD,
+    ExpectedWeights,
+    RefitCheck,
+    is_scale,
+    read_safetensors_shapes,
+)
 
 SHAPES = {EMBEDDING: (8, 4), "model.layers.0.mlp.down_proj.weight": (4, 6), "model.norm.weight": (4,)}
 
@@ -87,3 +94,8 @@ def test_damaged_or_absent_weights_name_the_file(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"model\.safetensors"):
             read_safetensors_shapes(path)
+
+
+def test_scales_are_known_by_name() -> None:
+    names = ["q_proj.weight_scale_inv", "w13_weight_scale", "q_proj.weight", "scale_proj.weight", "k_scale"]
+    assert [is_scale(name) for name in names] == [True, True, False, False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -134,6 +135,8 @@ def test_sample_seeds_do_not_overlap_between_neighbouring_prompts() -> None:
 
 def test_non_finite_logprobs_name_their_sample() -> None:
     error = NonFiniteLogprobs([(4, 2, 7), (5, 0, 0)])
+    again = pickle.loads(pickle.dumps(error))
+    assert again.samples == error.samples and str(again) == str(error)
     assert "2 completions" in str(error) and "prompt 4, sample 2, token 7" in str(error)
 
 

@@ -67,10 +67,10 @@ def test_active_parameters_of_known_models() -> None:
         ffn=6144,
         moe_ffn=768,
         experts=128,
-        moe_layers=(True,) * 48,
+        kinds=("moe",) * 48,
     )
     assert active_parameters(moe, 8) + 2 * moe.vocab * moe.hidden == pytest.approx(3.35e9, rel=0.01)
-    dense = dataclasses.replace(moe, moe_layers=(False,) * 48)
+    dense = dataclasses.replace(moe, kinds=("dense",) * 48)
     assert active_parameters(moe, 8) - active_parameters(dense) == 48 * 2048 * 128  # 8 x 768 = 6144, and a router
     assert forward_flops(dense, 0, 10, 0) == 20 * active_parameters(dense)
     assert forward_flops(dense, 0, 0, 3) == 6 * moe.hidden * moe.vocab

@@ -62,6 +62,13 @@ class Scripted:
         return Verdict(1.0, "match", {"pid": os.getpid(), "counts": {"calls": 1}})
 
 
+class FromOptions(Scripted):
+    """As the registry makes it: `name="verifier_doubles:FromOptions"`."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+
 class IgnoresThinking(Scripted):
     ignores_thinking = True
 

@@ -1,0 +1,223 @@
+"""`python -m experiments.results` (`make results`): docs/results.md and its figures, from the recorded runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments import aggregate as stats
+from experiments import figures
+from experiments.aggregate import Estimate, Row
+from experiments.arms import ARMS, MAIN, SWEEPS
+from pivotrl.errors import UserError
+from pivotrl.io import read_json
+from pivotrl.tracking.progress import duration
+
+Arms = dict[str, list[Row]]  # arm -> its records, by seed
+EQUAL_SUCCESS = ("adv", "e2e")  # whose rollouts to equal success are compared
+
+
+def read_records(folder: Path) -> dict[str, dict[str, Arms]]:
+    """experiment -> split -> arm -> records. Raises UserError when there is none."""
+    found: dict[str, dict[str, Arms]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for path in sorted(folder.glob("*.json")):
+        record = read_json(path)
+        if "arm" not in record or record["arm"] not in ARMS:
+            raise UserError(f"{path}: no record of an arm of the study")
+        found[record["experiment"]][record["split"]][record["arm"]].append({**record, "file": path.name})
+    if not found:
+        raise UserError(f"{folder} has no record; run `python -m experiments.study` first")
+    for splits in found.values():
+        for arms in splits.values():
+            for records in arms.values():
+                records.sort(key=lambda r: r["seed"])
+    return {name: {split: dict(arms) for split, arms in splits.items()} for name, splits in found.items()}
+
+
+def write_results(records: Path, page: Path) -> str:
+    """Write the page and its figures (beside the records); returns the page's text."""
+    parts = [
+        "# Results",
+        "Made by `make results` from the records in `docs/results/`; each record names the run directory that it was "
+        "taken from. Intervals are 95 %: seeds are drawn with replacement, and tasks within them; differences are "
+        "paired by seed and task. Budgets count the rollouts of the profile wherever an arm's pivots need one.",
+    ]
+    for experiment, splits in sorted(read_records(records).items()):
+        for split, arms in sorted(splits.items()):
+            parts += _section(experiment, split, arms, records, page)
+    text = "\n\n".join(parts) + "\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    return text
+
+
+def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) -> list[str]:
+    seeds = sorted({r["seed"] for rows in arms.values() for r in rows})
+    parts = [f"## {experiment}, {split} tasks", f"Seeds: {', '.join(map(str, seeds))}."]
+    parts += ["### In the domain", _in_domain(arms, [n for n in MAIN if n in arms])]
+    if any(r["policy"].get("ood") for rows in arms.values() for r in rows):
+        parts += ["### Outside it", _out_of_domain(arms, [n for n in MAIN if n in arms])]
+    if all(name in arms for name in EQUAL_SUCCESS) and (text := _equal_success(arms)):
+        parts += ["### Rollouts to equal success", text]
+    if sweeps := [n for n in ("adv", *SWEEPS) if n in arms]:
+        parts += ["### One setting changed", _in_domain(arms, sweeps)] if len(sweeps) > 1 else []
+    if text := _gamma(arms):
+        parts += ["### Signal of the sets before training", text]
+    stem = experiment if split == "test" else f"{experiment}-{split}"
+    for name, title, svg in figures.all_figures(arms):
+        if svg:
+            path = folder / f"{stem}-{name}.svg"
+            path.write_text(figures.standalone(svg), encoding="utf-8")
+            place = path.relative_to(page.parent) if path.is_relative_to(page.parent) else path
+            parts.append(f"![{title}]({place})\n\n{title}.")
+    parts += ["### Records", _records(arms)]
+    return parts
+
+
+def _in_domain(arms: Arms, names: Sequence[str]) -> str:
+    head = ["arm", "seeds", "greedy", "sampled", "pass@k", "against SFT", "valid calls", "rollout turns", "time"]
+    rows = []
+    for name in names:
+        records = arms[name]
+        greedy = stats.estimate(stats.per_task(records, "greedy"))
+        sampled = stats.estimate(stats.per_task(records, "sampled"))
+        against = None
+        if name != "sft" and "sft" in arms:
+            against = stats.paired(stats.per_task(records, "greedy"), stats.per_task(arms["sft"], "greedy"))
+        rollouts = [stats.budget(r, "rollouts") for r in records]
+        seconds = [stats.budget(r, "seconds") for r in records]
+        rows.append(
+            [
+                ARMS[name].title,
+                str(len(records)),
+                _share(greedy),
+                _share(sampled),
+                _pass_at(records),
+                _points(against),
+                _percent(stats.mean_of(records, "policy", "greedy", "tool_calls", "share")),
+                f"{sum(rollouts) / len(rollouts):.0f}",
+                duration(sum(seconds) / len(seconds)),
+            ]
+        )
+    return table(head, rows)
+
+
+def _pass_at(records: Sequence[Row]) -> str:
+    largest = max(
+        (int(k) for r in records for k in (r["policy"].get("sampled") or {}).get("pass_at", {})),
+        default=0,
+    )
+    value = stats.mean_of(records, "policy", "sampled", "pass_at", str(largest))
+    return "–" if value is None else f"{100 * value:.1f} % (k={largest})"
+
+
+def _out_of_domain(arms: Arms, names: Sequence[str]) -> str:
+    sets = sorted({s for rows in arms.values() for r in rows for s in (r["policy"].get("ood") or {}).get("sets", {})})
+    head = ["arm", "accuracy", "against base", *sets, "KL, unrelated", "KL, in domain", "order kept (choices)"]
+    head += ["order kept (accepted)", "order kept (rejected)"]
+    rows = []
+    for name in names:
+        records = arms[name]
+        base = arms.get("base", [])
+        change = stats.paired(stats.per_task(records, "ood"), stats.per_task(base, "ood")) if name != "base" else None
+        row = [ARMS[name].title, _share(stats.estimate(stats.per_task(records, "ood"))), _points(change)]
+        row += [_percent(stats.mean_of(records, "policy", "ood", "sets", s, "accuracy")) for s in sets]
+        for kind in ("kl_unrelated", "kl_in_domain"):
+            value = stats.mean_of(records, "policy", "drift", kind, "kl")
+            row.append("–" if value is None else f"{value:.4f}")
+        for kind in ("order_choices", "order_accepted", "order_rejected"):
+            row.append(_percent(stats.mean_of(records, "policy", "drift", kind, "share")))
+        rows.append(row)
+    return table(head, rows)
+
+
+def _equal_success(arms: Arms) -> str:
+    """Rollout turns and seconds at which each curve first reaches levels that both reach."""
+    pivot, reference = EQUAL_SUCCESS
+    curves = {name: stats.smooth(stats.curve(arms[name], "rollouts"), 2) for name in EQUAL_SUCCESS}
+    times = {name: stats.smooth(stats.curve(arms[name], "seconds"), 2) for name in EQUAL_SUCCESS}
+    if not all(curves.values()):
+        return ""
+    start = max(points[0][1] for points in curves.values())
+    best = {name: max(y for _, y in points) for name, points in curves.items()}
+    text = (
+        f"Highest success of the curves (two looks averaged): {ARMS[pivot].title} {_percent(best[pivot])}, "
+        f"{ARMS[reference].title} {_percent(best[reference])}; start {_percent(start)}."
+    )
+    rows = []
+    for share in (0.5, 0.75, 1.0):
+        level = start + share * (min(best.values()) - start)
+        cells = [_percent(level)]
+        for points in (curves, times):
+            ours, theirs = stats.reaches(points[pivot], level), stats.reaches(points[reference], level)
+            ratio = f"{theirs / ours:.1f}" if ours and theirs else "–"
+            cells += ["–" if v is None else f"{v:.0f}" for v in (ours, theirs)] + [ratio]
+        rows.append(cells)
+    head = ["success", f"turns, {pivot}", f"turns, {reference}", "ratio", f"s, {pivot}", f"s, {reference}", "ratio"]
+    if min(best.values()) <= start:
+        return f"{text} One of them never rises above the start, so there is no common level to compare at."
+    return f"{text}\n\n{table(head, rows)}"
+
+
+def _gamma(arms: Arms) -> str:
+    """Deviation of the reward and gamma at beta = 1, by set, from the profiles of all seeds."""
+    counts: dict[str, int] = defaultdict(int)
+    seen: set[int] = set()
+    lambda_diff = 0.6
+    for record in (r for name, rows in arms.items() if not ARMS[name].own_profile for r in rows):
+        if record["seed"] not in seen:
+            seen.add(record["seed"])
+            for key, count in record["profile"]["right_of_scored"].items():
+                counts[key] += count
+    if not counts:
+        return ""
+    lambda_diff = next((r["select"]["lambda_diff"] for r in arms.get("adv", []) if "select" in r), lambda_diff)
+    rows = []
+    for name in ("cand", "mixed", "adv"):
+        std, value, turns = stats.gamma(counts, name, lambda_diff, 1.0)
+        rows.append([name, str(turns), f"{std:.3f}", f"{value:.3f}"])
+    return table(["set", "turns", "std of the reward", "gamma at beta 1"], rows)
+
+
+def _records(arms: Arms) -> str:
+    rows = [[f"`{r['file']}`", f"`{r['run_dir']}`", r["version"]] for rows in arms.values() for r in rows]
+    return table(["record", "run directory", "version"], rows)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _share(found: Estimate | None) -> str:
+    return "–" if found is None else f"{100 * found.mean:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+
+def _points(found: Estimate | None) -> str:
+    return "–" if found is None else f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.results", description=__doc__)
+    parser.add_argument("--records", type=Path, default=Path("docs/results"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    args = parser.parse_args(arguments)
+    try:
+        write_results(args.records, args.page)
+    except UserError as error:
+        print(f"results: {error}", file=sys.stderr)
+        return 2
+    print(f"results: {args.page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Several engines in one world: each samples a share of the prompts, every rank gets all completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pivotrl.generation.engine import Completion
+
+
+def share(order: Sequence[int], engine: int, engines: int) -> list[int]:
+    """A contiguous part of `order`, of equal size but for one: neighbours, which share prefixes, stay together."""
+    return list(order[len(order) * engine // engines : len(order) * (engine + 1) // engines])
+
+
+def gather_groups(
+    count: int, mine: Sequence[int], sample: Callable[[], list[list[Completion]]]
+) -> list[list[Completion]]:
+    """All ranks' completions of `count` prompts. `sample` gives this rank's, at the places `mine`.
+
+    An error on one rank is raised on every rank, so that none waits for it.
+    """
+    import torch.distributed as dist
+
+    own: tuple[dict[int, list[Completion]], Exception | None]
+    try:
+        groups = sample()
+        own = ({i: groups[i] for i in mine}, None)
+    except Exception as error:
+        own = ({}, error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for _, failed in everyone:
+        if failed is not None:
+            raise failed
+    found = {i: group for part, _ in everyone for i, group in part.items()}
+    return [found[i] for i in range(count)]

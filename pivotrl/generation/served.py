@@ -1,0 +1,80 @@
+"""How the parameters that vLLM serves are made of Hugging Face tensors, and which part of each a rank serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pivotrl.generation.engine import RefitError
+from pivotrl.models.mapping import plan
+from pivotrl.models.registry import family_for
+from pivotrl.refit.execute import Shard
+from pivotrl.refit.layout import Box, EngineLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Served(NamedTuple):
+    """One parameter of the engine's model."""
+
+    name: str  # vLLM's
+    module: Any
+    parameter: str
+    tensor: Tensor  # empty where a CPU build keeps a packed copy instead
+    sources: list[str]  # Hugging Face names, in the order in which their rows are laid out
+
+
+def served_parameters(model: nn.Module) -> Iterator[Served]:
+    """Every parameter of vLLM's module. A tied head appears under its own name."""
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for module_name, module in model.named_modules():
+        for parameter, tensor in module.named_parameters(recurse=False):
+            sources = _sources(module_name, parameter, tensor.shape[0] if tensor.ndim else 0, fused)
+            yield Served(f"{module_name}.{parameter}", module, parameter, tensor, sources)
+
+
+def _sources(module: str, parameter: str, rows: int, fused: dict[str, list[str]]) -> list[str]:
+    prefix, _, last = module.rpartition(".")
+    if parameter in ("w13_weight", "w2_weight"):
+        layer = module[: module.index(".experts") + len(".experts")]
+        parts = ("gate_proj", "up_proj") if parameter == "w13_weight" else ("down_proj",)
+        return [f"{layer}.{e}.{part}.weight" for e in range(rows) for part in parts]
+    if last in fused:
+        return [f"{prefix + '.' if prefix else ''}{part}.{parameter}" for part in fused[last]]
+    return [f"{module}.{parameter}"]
+
+
+class RankShards:
+    """The part of each Hugging Face tensor that one tensor-parallel rank serves; all of it on a single rank."""
+
+    def __init__(self, folder: Path, tensor_parallel: int, rank: int) -> None:
+        self.layout = EngineLayout(1, tensor_parallel)
+        self._boxes: dict[str, Box | None] = {}
+        if tensor_parallel > 1:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            family = family_for(config)
+            dims = family.dims(config)
+            for entry in plan(family.rules, dims).values():
+                self._boxes.update(zip(entry.hf, self.layout.needs(entry, dims, rank), strict=True))
+
+    def box(self, name: str) -> Box | None:
+        """Where this rank's part lies in the whole; None: the part is the whole."""
+        return self._boxes.get(name)
+
+    def part(self, name: str, sent: Tensor | Shard) -> Tensor:
+        """This rank's part of a whole tensor, or a shard's content if it is this rank's. Raises RefitError if not."""
+        box = self._boxes.get(name)
+        if isinstance(sent, Shard):
+            if sent.box != box:
+                raise RefitError(f"refit: weight {name!r} came as the part {sent.box}; this rank serves {box}")
+            return sent.tensor
+        if box is None:
+            return sent
+        return sent[tuple(slice(start, stop) for start, stop in box)]
+
+
+def full_shape(sent: Any) -> tuple[int, ...]:
+    return sent.full_shape if isinstance(sent, Shard) else tuple(sent.shape)

@@ -1,0 +1,198 @@
+"""An OpenAI-compatible vLLM endpoint as an engine: token ids in, token ids and log-probs out. Imports no engine.
+
+Start the server with `--logprobs-mode processed_logprobs` (else log-probs are those before temperature) and, to refit
+it, with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "nccl"}'`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pivotrl.errors import UserError
+from pivotrl.generation.base import StatefulEngine
+from pivotrl.generation.engine import Completion, NonFiniteLogprobs, RefitError, Sampling
+from pivotrl.generation.http_json import HttpError, JsonClient
+from pivotrl.generation.requests import check_lengths, check_request, sample_seed
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CONNECTIONS = 64  # prompts in flight; the server batches them
+
+
+class WeightSender(Protocol):
+    """The trainer's end of vLLM's weight-transfer API (see `server_weights.NcclSender`)."""
+
+    def send(self, client: JsonClient, weights: Iterable[tuple[str, Any]], version: int) -> None: ...
+
+
+class ServerEngine(StatefulEngine):
+    """`pivotrl.generation.engine.Engine` over HTTP, for disaggregated rollouts and for judges.
+
+    Args:
+        url: of the server, without /v1.
+        model: its served name; None: the only one that it serves.
+        max_length: tokens of prompt and completion; None: the server's.
+        sender: carries weights at a refit; None: this engine cannot be refitted.
+
+    The samples of a prompt are one request (`n`), so the server computes the prompt once.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        stop_token_ids: Sequence[int] = (),
+        max_length: int | None = None,
+        sender: WeightSender | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        super().__init__()
+        self._client = JsonClient(url, timeout_seconds)
+        served = self._client.get("/v1/models").get("data", [])
+        names = [row["id"] for row in served]
+        if model is None and len(names) != 1:
+            raise UserError(f"{url} serves {names}; name one of them")
+        if model is not None and model not in names:
+            raise UserError(f"{url} does not serve {model!r}; it serves {names}")
+        self._model = model or names[0]
+        row = next(row for row in served if row["id"] == self._model)
+        self._max_length = max_length or row.get("max_model_len") or 2**31
+        self._stop_token_ids = list(stop_token_ids)
+        self._sender = sender
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `Engine.generate`. Raises UserError for what the server refuses or does not give back."""
+        self._state.require_generate()
+        check_request(prompts, n, seeds)
+        check_lengths(prompts, sampling.max_new_tokens, self._max_length)
+        if not prompts:
+            return []
+        bodies = [self._body(prompt, sampling, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        with ThreadPoolExecutor(min(CONNECTIONS, len(bodies))) as pool:
+            answers = list(pool.map(lambda body: self._client.post("/v1/completions", body), bodies))
+        groups = [self._completions(answer, n) for answer in answers]
+        bad = [
+            (i, k, next(t for t, value in enumerate(c.logprobs) if not math.isfinite(value)))
+            for i, group in enumerate(groups)
+            for k, c in enumerate(group)
+            if not all(map(math.isfinite, c.logprobs))
+        ]
+        if bad:
+            raise NonFiniteLogprobs(bad)
+        return groups
+
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `Engine.score`."""
+        self._state.require_generate()
+        out = []
+        for prompt, continuation in zip(prompts, continuations, strict=True):
+            ids = [*prompt, *continuation]
+            body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            rows = self._client.post("/v1/completions", body)["choices"][0]["prompt_logprobs"]
+            out.append([float(rows[i][str(ids[i])]["logprob"]) for i in range(len(prompt), len(ids))])
+        return out
+
+    def _body(self, prompt: Sequence[int], sampling: Sampling, n: int, seed: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": list(prompt),
+            "n": n,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_new_tokens,
+            # sample k is seeded with this + k; half the range, so that the sum stays in it
+            "seed": sample_seed(seed, 0) >> 1,
+            "stop_token_ids": self._stop_token_ids,
+            "ignore_eos": True,  # only our stop ids end a completion
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+        }
+
+    def _completions(self, answer: dict[str, Any], n: int) -> list[Completion]:
+        choices = sorted(answer.get("choices", []), key=lambda choice: choice["index"])
+        if len(choices) != n:
+            raise RuntimeError(f"the server gave {len(choices)} completions of {n}")
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        return [self._completion(choice, details.get("cached_tokens") or 0) for choice in choices]
+
+    def _completion(self, choice: dict[str, Any], cached: int) -> Completion:
+        ids = choice.get("token_ids")
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        if ids is None or logprobs is None:
+            raise UserError(
+                f"{self._client.url}: the server gives back no {'token ids' if ids is None else 'log-probs'}; "
+                "rollouts need vLLM 0.32 or newer (its `return_token_ids` extension)"
+            )
+        if len(ids) != len(logprobs):
+            raise RuntimeError(f"the server gave {len(logprobs)} log-probs for {len(ids)} tokens")
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise RuntimeError(f"the server ended a request with {choice['finish_reason']!r}; see its log")
+        values = tuple(math.nan if value is None else float(value) for value in logprobs)
+        experts = choice.get("routed_experts")
+        return Completion(
+            tuple(ids),
+            values,
+            choice["finish_reason"],
+            self.weight_version,
+            cached,
+            None if experts is None else decode_array(experts),
+        )
+
+    def _sleep(self, discard_weights: bool) -> None:
+        """A server has an accelerator of its own: it is paused, and keeps weights and memory."""
+        self._rl("/pause", "wait")
+
+    def _wake(self) -> None:
+        self._rl("/resume")
+
+    def _load(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        if self._sender is None:
+            raise RefitError(
+                f"{self._client.url}: this server engine was made without a weight sender, so it cannot be refitted"
+            )
+        try:
+            self._sender.send(self._client, weights, version)
+            self._client.post("/reset_prefix_cache", {})
+            served = self._client.get("/weight_info").get("weight_version")
+        except HttpError as error:
+            raise RefitError(self._refused(error)) from error
+        if str(served) != str(version):
+            raise RefitError(f"{self._client.url} serves weight version {served} after the refit to {version}")
+
+    def _close(self) -> None:
+        pass
+
+    def _rl(self, path: str, mode: str | None = None) -> None:
+        try:
+            self._client.post(path + (f"?mode={mode}" if mode else ""), {})
+        except HttpError as error:
+            if error.status != 404:
+                raise
+            # a server without these routes cannot be paused, and need not be: no memory is shared with it
+
+    def _refused(self, error: HttpError) -> str:
+        if error.status == 404:
+            return (
+                f"{self._client.url} offers no weight update ({error.path} is unknown); start it with "
+                'VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
+            )
+        return f"refit of {self._client.url}: {error}"
+
+
+def decode_array(text: str) -> np.ndarray:
+    """An array that vLLM sent as base64 of a .npy file."""
+    import numpy as np
+
+    array: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return array

@@ -1,0 +1,70 @@
+"""Weights to a vLLM server through vLLM's own weight-transfer API (NCCL broadcast from the trainer's rank 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from pivotrl.errors import UserError
+from pivotrl.generation.http_json import JsonClient
+
+Shapes = Sequence[tuple[str, Any, tuple[int, ...]]]  # (Hugging Face name, torch dtype, shape) in the order of sending
+
+
+class NcclSender:
+    """Made on every trainer rank; rank 0 joins an NCCL group with the server's workers and broadcasts, the others only
+    take part in the gathering.
+
+    Args:
+        shapes: of all weights, in the order in which `weights` yields them.
+        address, port: of rank 0's rendezvous, reachable from the server.
+    """
+
+    def __init__(self, shapes: Shapes, rank: int, address: str, port: int) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("weights are sent to a server over NCCL, which needs an NVIDIA GPU on the trainer's side")
+        self._shapes, self._rank, self._address, self._port = shapes, rank, address, port
+        self._engine: Any = None
+        self._source: Any = None
+
+    def send(self, client: JsonClient, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+        if self._engine is None:
+            self._source = _source(self._shapes)
+            self._engine = self._join(HTTPVLLMWeightSyncClient(client.url), client)
+        if self._rank == 0:
+            client.post("/pause?mode=wait", {})
+        self._source.pairs = lambda: iter(weights)
+        self._engine.send_weights()
+        if self._rank == 0:
+            client.post("/update_weight_version", {"new_version": str(version)})
+            client.post("/resume", {})
+
+    def _join(self, sync: Any, client: JsonClient) -> Any:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        workers = int(client.get("/get_world_size")["world_size"])
+        info = NCCLTrainerInitInfo(
+            rank=self._rank, master_address=self._address, master_port=self._port, world_size=workers + 1
+        )
+        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=sync, source=self._source)
+
+
+def _source(shapes: Shapes) -> Any:
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class Source(WeightSource):
+        """vLLM's view of a stream of weights; `pairs` is set anew for each refit."""
+
+        pairs: Callable[[], Iterator[tuple[str, Any]]]
+
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in shapes]
+
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            return self.pairs()
+
+    return Source()

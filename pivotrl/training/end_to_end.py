@@ -1,0 +1,178 @@
+"""`pivotrl e2e`: the end-to-end baseline, GRPO on whole episodes in the environment.
+
+Each step: B tasks -> G episodes each, every turn sampled by the policy -> one reward an episode (its success) -> group
+advantages over the episodes of a task -> loss on all assistant turns, as they were generated -> refit. The turns of an
+episode, and the episodes of a task, share their beginnings: the prefix tree computes those once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pivotrl.config import Algorithm, Config
+from pivotrl.environments.registry import get_environment
+from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.errors import UserError
+from pivotrl.evaluation.in_domain import EngineActor, SampledAction, episode_row
+from pivotrl.evaluation.tasks import task_ids
+from pivotrl.evaluation.watch import Watcher
+from pivotrl.io import append_jsonl, read_jsonl, write_json
+from pivotrl.local_rollouts import seed_for
+from pivotrl.policy.policy import MegatronPolicy
+from pivotrl.policy.prefix_tree import TokenSequence
+from pivotrl.rollouts import TokenCounts
+from pivotrl.setup import Workbench
+from pivotrl.tracking.metrics import Tracker
+from pivotrl.tracking.progress import progress
+from pivotrl.training import grpo
+from pivotrl.training.advantages import advantages
+from pivotrl.training.batch import Batch, Scored
+from pivotrl.training.checkpoint import export
+from pivotrl.training.handover import Handover
+from pivotrl.training.nonfinite import NonFiniteSteps
+from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.update import needs_reference, optimizer_steps
+
+TOO_MANY_ERRORS = 0.5  # share of a step's episodes that the environment may break before the run stops
+
+
+def reward(result: EpisodeResult) -> float | None:
+    """1 for success, 0 for failure; None where the environment broke: that is no failure of the policy."""
+    return None if result.outcome is None else float(result.outcome.success)
+
+
+def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm) -> list[Scored]:
+    """Every turn of every scored episode. `groups[i]` are the episodes of one task: the group of the advantage.
+
+    The advantage is made of episodes, so it is given with each turn: a long episode counts once in its group.
+    """
+    turns = []
+    for number, group in enumerate(groups):
+        values = advantages([reward(r) for r in group], algorithm.advantage, algorithm.std_epsilon)
+        for result, advantage in zip(group, values, strict=True):
+            if advantage is None:
+                continue
+            for place, action in enumerate(result.actions):
+                assert isinstance(action, SampledAction)
+                assert action.completion is not None
+                ids = action.completion.token_ids
+                turns.append(
+                    Scored(
+                        f"{result.task.id}/{result.trial}#{place}",
+                        number,
+                        TokenSequence.of(action.prompt_ids, ids),
+                        action.completion.logprobs,
+                        reward(result) or 0.0,
+                        fixed_advantage=advantage,
+                    )
+                )
+    return turns
+
+
+def group_metrics(groups: Sequence[Sequence[EpisodeResult]]) -> dict[str, float]:
+    """Reward, its deviation within groups, and shape of the episodes; the names of `pivotrl train` where they agree."""
+    results = [r for group in groups for r in group]
+    scored = [v for group in groups if (v := [x for r in group if (x := reward(r)) is not None])]
+    flat = [x for v in scored for x in v]
+    means = [sum(v) / len(v) for v in scored]
+    return {
+        "reward": sum(flat) / len(flat) if flat else math.nan,
+        "group_std": sum(math.sqrt(m * (1 - m)) for m in means) / len(means) if means else math.nan,
+        "mixed_groups": sum(0 < m < 1 for m in means) / len(groups),
+        "unscorable": (len(results) - len(flat)) / len(results),
+        "malformed": sum(bool(a.problems) for r in results for a in r.actions) / max(sum(r.turns for r in results), 1),
+        "episode_turns": sum(r.turns for r in results) / len(results),
+    }
+
+
+def check_errors(results: Sequence[EpisodeResult], directory: Path) -> None:
+    """Broken episodes go to errors.jsonl; where most are, the environment is down: stop."""
+    broken = [r for r in results if r.outcome is None]
+    append_jsonl(directory / "errors.jsonl", ({"task": r.task.id, "error": r.error} for r in broken))
+    if len(broken) > TOO_MANY_ERRORS * len(results):
+        raise UserError(
+            f"e2e: the environment broke {len(broken)} of {len(results)} episodes; the first: "
+            f"{str(broken[0].error).splitlines()[0]}. See {directory / 'errors.jsonl'}"
+        )
+
+
+def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Train on the tasks of the train split; writes e2e/{metrics,episodes,curve}.jsonl, e2e/checkpoint, summary.json.
+
+    Raises UserError without an environment or tasks, and when the environment breaks most episodes of a step.
+    """
+    started = time.monotonic()
+    directory, e = run_dir / "e2e", cfg.end_to_end
+    if cfg.environment.name is None:
+        raise UserError("e2e: end-to-end RL needs an environment (environment=outfitters)")
+    bench = Workbench.build(cfg, run_dir)
+    environment = get_environment(cfg.environment.name)
+    tasks = [environment.task(task_id) for task_id in task_ids(run_dir, "train")]
+    if not tasks:
+        raise UserError(f"e2e: {run_dir / 'turns'} has no task in the train split")
+    sampler = EpochSampler(tasks, min(e.tasks_per_step, len(tasks)), cfg.seed)
+    policy = MegatronPolicy.load(
+        bench.start_policy,
+        cfg.parallel,
+        cfg.precision,
+        cfg.algorithm.optimizer,
+        max_length=cfg.model.context_length,
+        total_steps=e.steps * optimizer_steps(cfg.algorithm),
+        seed=cfg.seed,
+        keep_reference=needs_reference(cfg.algorithm),
+    )
+    for name in ("episodes.jsonl", "errors.jsonl"):
+        (directory / name).unlink(missing_ok=True)
+    handover = Handover(policy)
+    spent, nonfinite = TokenCounts(), NonFiniteSteps(directory, cfg.algorithm.optimizer.max_nonfinite_steps)
+    with (
+        bench.engine() as engine,
+        Tracker(directory, cfg.tracking, "e2e", asdict(cfg), start_step=0) as tracker,
+        progress(e.steps, "e2e") as bar,
+    ):
+        watcher = Watcher(cfg, run_dir, bench, directory)
+        watcher.look(engine, 0, 0)
+        for step in range(e.steps):
+            clock = time.monotonic()
+            drawn = sampler.draw(step)
+            seed = seed_for(cfg.seed, "e2e", step)
+            actor = EngineActor(engine, bench.renderer, bench.sampling, cfg.model.context_length, seed)
+            play = partial(run_episodes, environment, drawn, actor, cfg.environment.max_turns, e.group_size)
+            results = handover.generate(engine, play)
+            groups = [results[i : i + e.group_size] for i in range(0, len(results), e.group_size)]
+            append_jsonl(directory / "episodes.jsonl", ({"step": step, **episode_row(r)} for r in results))
+            check_errors(results, directory)
+            spent += actor.spent
+            metrics = {"seconds_generate": time.monotonic() - clock, "rollouts": float(actor.spent.rollouts)}
+            batch = Batch(episode_turns(groups, cfg.algorithm), group_metrics(groups))
+            if step == 0 and batch.rollouts:
+                metrics["gate_mismatch"] = grpo.open_gate(policy, batch.rollouts, cfg, "before the first step").mean
+            metrics |= batch.metrics | grpo.learn(policy, engine, handover, batch, cfg, step, nonfinite)
+            tracker.log(step, metrics | handover.ledger.metrics() | {"seconds": time.monotonic() - clock})
+            watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
+            bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
+    export(policy, bench, directory / "checkpoint")
+    return _finish(directory, e.steps, len(tasks), spent, time.monotonic() - started)
+
+
+def _finish(directory: Path, steps: int, tasks: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
+    rows = list(read_jsonl(directory / "metrics.jsonl"))
+    window = max(1, len(rows) // 5)
+    summary = {
+        "steps": steps,
+        "tasks": tasks,
+        "rollouts": spent.rollouts,
+        "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
+        "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
+        "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
+        "checkpoint": str(directory / "checkpoint"),
+        "seconds": seconds,
+    }
+    write_json(directory / "summary.json", summary)
+    return summary

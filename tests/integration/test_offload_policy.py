@@ -1,0 +1,63 @@
+"""A real policy gives its memory back and takes it again, to the bit; training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pivotrl.config import Optimizer, Parallel, Precision
+from pivotrl.policy.policy import MegatronPolicy, PairBatch
+from pivotrl.policy.prefix_tree import TokenSequence
+from tests.tiny_models import save_tiny
+
+SEQUENCES = [TokenSequence.of([1, 2, 3, 4], [5 + i, 9, 11]) for i in range(3)]
+
+
+def objective(logprobs: Tensor, entropy: Tensor, pairs: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs.sum() / 9.0, {}
+
+
+def load(folder: Path, precision: str) -> MegatronPolicy:
+    settings = Optimizer(learning_rate=1e-3)
+    return MegatronPolicy.load(folder, Parallel(), Precision(policy=precision), settings, 64, 200, seed=0)
+
+
+def state(policy: MegatronPolicy) -> dict[str, Tensor]:
+    """All that a step depends on and leaves behind, by name."""
+    found = {f"parameter {n}": p.data for n, p in policy.model.named_parameters()}
+    found |= {f"gradient {n}": p.main_grad for n, p in policy.model.named_parameters()}
+    found |= {f"optimizer {i}": t for i, t in enumerate(policy.memory._states())}
+    return found
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", "fp32"), ("qwen3_moe", "bf16")])
+def test_fifty_cycles_change_no_bit_and_leak_nothing(tmp_path: Path, name: str, precision: str) -> None:
+    save_tiny(name, tmp_path / name)
+    policy, undisturbed = load(tmp_path / name, precision), load(tmp_path / name, precision)
+    for p in (policy, undisturbed):
+        p.train_step(SEQUENCES, objective, 1.0)
+    before = {n: t.clone() for n, t in state(policy).items()}
+    assert sum(n.startswith("optimizer") for n in before) > 2
+    buffers = []
+    for _ in range(50):
+        freed = policy.memory.release("gradients", "optimizer")
+        assert freed and not any(p.main_grad.untyped_storage().nbytes() for p in policy.model.parameters())
+        logprobs = policy.logprobs(SEQUENCES[:1], 1.0) if len(buffers) == 1 else None  # parameters are still here
+        freed += policy.memory.release("parameters")
+        assert not any(p.untyped_storage().nbytes() for p in policy.model.parameters())
+        assert policy.memory.restore("parameters", "gradients", "optimizer") == freed
+        buffers.append(sum(b.numel() for s in policy.memory._stashes.values() for b in s._buffers))
+        if logprobs is not None:
+            assert torch.equal(policy.logprobs(SEQUENCES[:1], 1.0)[0], logprobs[0])
+    assert len(set(buffers)) == 1
+    for n, tensor in state(policy).items():
+        assert torch.equal(tensor.view(torch.uint8), before[n].view(torch.uint8)), n
+    policy.memory.release("gradients", keep_gradients=False)
+    policy.memory.restore("gradients")
+    for _ in range(2):
+        assert policy.train_step(SEQUENCES, objective, 1.0) == undisturbed.train_step(SEQUENCES, objective, 1.0)
+    for (n, a), (_, b) in zip(policy.hf_weights(), undisturbed.hf_weights(), strict=True):
+        assert torch.equal(a, b), n
