@@ -36,7 +36,7 @@ def up_to_date(stage: str, overrides: list[str]) -> bool:
     """Whether the stage's folder is finished and still that of this configuration."""
     cfg = load_config(overrides)
     run_dir = Path(cfg.run_dir)
-    directory = run_dir / STAGES[stage].folder
+    directory = run_dir / stage_state.place_of(cfg, stage)
     return stage_state.is_done(directory) and not stage_state.changes(
         directory, stage_state.record_of(cfg, stage, run_dir)
     )

@@ -266,7 +266,10 @@ class Benchmark:
 class Tracking:
     wandb: str = "auto"  # "auto" (online with a key, else offline) | "online" | "offline" | "disabled"
     project: str = "pivotrl"
-    name: str | None = None
+    name: str | None = None  # of the W&B run; None: that of run_dir, and the stage
+    tensorboard: bool = False  # event files in <stage>/tensorboard as well (extra `tensorboard`)
+    rollouts_every: int = 10  # steps between tables of rollouts in W&B; 0: none
+    rollouts_shown: int = 8  # rows of such a table
 
 
 @dataclass

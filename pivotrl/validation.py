@@ -93,6 +93,8 @@ _NOT_NEGATIVE = (
     "sft.steps",
     "evaluate.trials",
     "evaluate.ood_rows",
+    "tracking.rollouts_every",
+    "tracking.rollouts_shown",
     "evaluate.drift",
     "watch.every",
     "cluster.gpus_per_node",

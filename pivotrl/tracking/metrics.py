@@ -1,12 +1,10 @@
-"""Metrics of a stage: metrics.jsonl always, Weights & Biases when wanted (wandb is imported only then)."""
+"""Metrics of a stage: metrics.jsonl always; Weights & Biases and TensorBoard when wanted (imported only then)."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +12,11 @@ from typing import Any
 
 from pivotrl.config import Tracking
 from pivotrl.io import read_jsonl, write_jsonl
+from pivotrl.tracking.sinks import WANDB_ID, Background, Entry, Table, TensorboardSink, WandbSink
+
+__all__ = ["METRICS", "WANDB_ID", "Table", "Tracker"]
 
 METRICS = "metrics.jsonl"
-_WANDB_ID = "wandb_id"
 
 
 class Tracker:
@@ -24,6 +24,7 @@ class Tracker:
 
     `directory` is the stage's folder. `start_step` drops rows of steps >= it: work that a killed run logged but never
     committed, and that is about to be done again. `enabled=False` (ranks other than 0) makes every call a no-op.
+    Raises UserError where TensorBoard is wanted and not installed.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Tracker:
     ) -> None:
         self.path = directory / METRICS
         self._file = None
-        self._wandb: Any = None
+        self._sinks: list[Background] = []
         if not enabled:
             return
         directory.mkdir(parents=True, exist_ok=True)
@@ -45,25 +46,31 @@ class Tracker:
         if start_step is not None and self.path.is_file():
             write_jsonl(self.path, [row for row in read_jsonl(self.path) if row["step"] < start_step])
         self._file = self.path.open("a", encoding="utf-8")
-        self._wandb = self._start_wandb(directory, tracking, run_name, config or {})
+        if tracking.tensorboard:
+            self._sinks.append(Background(TensorboardSink(directory, start_step), _warn))
+        if tracking.wandb != "disabled":
+            self._sinks.append(Background(WandbSink(directory, tracking, run_name, config or {}), _warn))
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append `{"step": step, **values}`. NaN and infinities become text: JSON has none, and they must show."""
+    def log(self, step: int, values: Mapping[str, Any], tables: Mapping[str, Table] | None = None) -> None:
+        """Append `{"step": step, **values}`. NaN and infinities become text: JSON has none, and they must show.
+
+        `tables` go to wandb alone: rollouts are in files of their own.
+        """
         if self._file is None:
             return
-        row = {"step": int(step), **{key: _plain(value) for key, value in values.items()}}
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        row = {key: _plain(value) for key, value in values.items()}
+        self._file.write(json.dumps({"step": int(step), **row}, ensure_ascii=False) + "\n")
         self._file.flush()
-        if self._wandb is not None:
-            self._guard(lambda: self._wandb.log(row), "log")
+        for sink in self._sinks:
+            sink.put(Entry(int(step), row, tables or {}))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._wandb is not None:
-            self._guard(lambda: self._wandb.finish(), "finish")
-            self._wandb = None
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
 
     def __enter__(self) -> Tracker:
         return self
@@ -71,50 +78,12 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _start_wandb(self, directory: Path, tracking: Tracking, run_name: str, config: Mapping[str, Any]) -> Any:
-        mode = tracking.wandb
-        if mode == "auto":
-            mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-        if mode == "disabled":
-            return None
-        # The id outlives a restart, so that a resumed run goes on with the same curves.
-        id_file = directory / _WANDB_ID
-        if not id_file.is_file():
-            id_file.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
-        try:
-            os.environ.setdefault("WANDB_SILENT", "true")
-            import wandb
 
-            run = wandb.init(
-                project=tracking.project,
-                name=tracking.name or run_name,
-                id=id_file.read_text(encoding="utf-8").strip(),
-                resume="allow",
-                mode=mode,  # type: ignore[arg-type]
-                dir=str(directory),
-                config=dict(config),
-                settings=wandb.Settings(silent=True, init_timeout=30),
-            )
-            # Our own step: wandb's must never go back, but a resumed run repeats what was not committed.
-            run.define_metric("*", step_metric="step")
-        except Exception as error:
-            _warn("start", error)
-            return None
-        return run
-
-    def _guard(self, action: Any, what: str) -> None:
-        try:
-            action()
-        except Exception as error:
-            _warn(what, error)
-            self._wandb = None
-
-
-def _warn(what: str, error: Exception) -> None:
+def _warn(sink: str, what: str, error: Exception) -> None:
     text = (str(error).strip().splitlines() or [""])[0][:200]
     print(
-        f"wandb is off: it could not {what} ({type(error).__name__}: {text}); {METRICS} goes on "
-        "(tracking=disabled silences this)",
+        f"{sink} is off: it could not {what} ({type(error).__name__}: {text}); {METRICS} goes on"
+        + (" (tracking=disabled silences this)" if sink == "wandb" else ""),
         file=sys.stderr,
         flush=True,
     )

@@ -156,7 +156,7 @@ BY_OVERRIDE = [
     ("generation.tensor_parallel=6", "profile", "generation.tensor_parallel=6 does not divide"),
     ("generation.gpu_memory_utilization=0.05", "profile", "the engine needs"),
     (
-        "generation={tensor_parallel: 1, gpu_memory_utilization: 0.95} cluster.gpu_memory_gib=64",
+        "generation.tensor_parallel=1 generation.gpu_memory_utilization=0.95 cluster.gpu_memory_gib=64",
         "train",
         "memory: the refit needs",
     ),

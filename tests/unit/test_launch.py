@@ -45,7 +45,7 @@ def test_scripts_and_launcher_run_the_same_stages(job: jobs.Job) -> None:
     assert all(name in STAGES for name in job.stages)
 
 
-@pytest.mark.parametrize("path", [*scripts(), ROOT / "slurm" / "stage.sh"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*scripts(), ROOT / "slurm" / "stage.sh", ROOT / "slurm" / "convert.sh"], ids=lambda p: p.name)
 def test_headers_come_before_the_first_command(path: Path) -> None:
     """SLURM ignores `#SBATCH` lines after it, without a word."""
     lines = path.read_text().splitlines()
@@ -53,6 +53,17 @@ def test_headers_come_before_the_first_command(path: Path) -> None:
     assert not any(line.startswith("#SBATCH") for line in lines[first:])
     export = next(line for line in lines if line.startswith("#SBATCH --export="))
     assert export.removeprefix("#SBATCH --export=").split(",") == Config().cluster.environment
+
+
+def test_array_tasks_are_shards_of_one_profile(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "common.sh").write_text('echo "${stages[*]} $*"')
+    environment = {"PIVOTRL_ROOT": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    array = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_COUNT": "8"}
+    command = ["bash", str(ROOT / "slurm" / "profile_pivot.sh"), "seed=1"]
+    for more, words in (({}, "turns warmup profile select seed=1"), (array, "profile seed=1 profile.shard=2/8")):
+        said = subprocess.run(command, env={**environment, **more}, capture_output=True, text=True, check=True).stdout
+        assert said.strip() == words
 
 
 def rendered(*overrides: str, job: str = "train") -> str:
