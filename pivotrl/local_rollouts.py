@@ -12,6 +12,7 @@ from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.schema import Turn
 from pivotrl.verifiers.base import Verifier
+from pivotrl.watchdog import beat
 
 if TYPE_CHECKING:
     from pivotrl.rendering.chat import Renderer
@@ -94,5 +95,6 @@ class LocalRoller:
         clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         seconds = time.perf_counter() - clock
+        beat()
         pairs = zip(states, completions, strict=True)
         return [score(s, group, self.renderer, self.verifier, first_index) for s, group in pairs], seconds

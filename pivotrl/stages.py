@@ -17,6 +17,7 @@ BENIGN_KEYS = (
     "run_dir",
     "run",
     "tracking",
+    "checkpoint",
     "cluster",
     "generation.max_sequences",
     "generation.kv_cache_gib",

@@ -30,19 +30,24 @@ from pivotrl.training.batch import Sample, make_batch, make_objective
 from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.saver import Saver, rows_digest
 
 GATE_ROLLOUTS = 16  # of the first batch; enough to see a wrong temperature, position or weight
 
 
-def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> list[State]:
-    """The selected pivots with their prompts; refuses a profile of another policy (design idea 5)."""
+def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> tuple[list[State], str]:
+    """The selected pivots with their prompts, and the hash of pi_0's weights.
+
+    Refuses a profile of another policy (design idea 5).
+    """
     path = run_dir / "select" / "pivots.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: run `pivotrl select run_dir={run_dir}` first")
     chosen = {row["turn_id"] for row in read_jsonl(path)}
     turns = draw_turns(read_turns(run_dir, "train"), cfg.profile.max_turns, cfg.seed)
     profile = read_json(run_dir / "profile" / "summary.json")["fingerprint"]
-    for line in require_same(profile, present_fingerprint(bench, turns), cfg.algorithm.allow_foreign_profile):
+    present = present_fingerprint(bench, turns)
+    for line in require_same(profile, present, cfg.algorithm.allow_foreign_profile):
         print(f"train: foreign profile allowed: {line}")
     pivots = [t for t in turns if t.id in chosen]
     states, _ = render_states(
@@ -50,7 +55,7 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> list[State]:
     )
     if not states:
         raise UserError(f"no pivot to train on in {path}: run `pivotrl select` with another set or lambda")
-    return states
+    return states, str(present["weights"])
 
 
 def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int) -> None:
@@ -94,7 +99,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     directory, a = run_dir / "train", cfg.algorithm
     bench = Workbench.build(cfg, run_dir)
-    states = load_pivots(cfg, run_dir, bench)
+    states, weights = load_pivots(cfg, run_dir, bench)
     sampler = EpochSampler(states, a.pivots_per_step, cfg.seed)
     policy = MegatronPolicy.load(
         bench.start_policy,
@@ -106,21 +111,27 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         seed=cfg.seed,
         keep_reference=a.kl_beta > 0,
     )
-    ledger = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
-    (directory / "rollouts.jsonl").unlink(missing_ok=True)
+    identity = {"pivots": rows_digest((s.turn.id, s.prompt_ids) for s in states), "reference policy": weights}
+    extra = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+    saver = Saver(cfg, "train", directory, policy, a.steps, identity, ("rollouts.jsonl",), extra)
+    start = saver.resume()
     with (
         bench.engine() as engine,
-        Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
-        progress(a.steps, "train") as bar,
+        Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=start) as tracker,
+        progress(a.steps, "train", done=start) as bar,
+        saver,
     ):
         roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
-        for step in range(a.steps):
+        if start:
+            engine.refit(policy.hf_weights(), version=start)  # it was started with pi_0
+        for step in range(start, a.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
             seeds = [seed_for(cfg.seed, "train", step, slot) for slot in range(len(drawn))]
-            groups = roller.groups(drawn, a.group_size, seeds)
+            with saver.generating():
+                groups = roller.groups(drawn, a.group_size, seeds)
             check_weight_version(groups, step)
-            _record(directory, step, groups, ledger)
+            _record(directory, step, groups, saver.extra)
             metrics = {"seconds_generate": time.monotonic() - clock}
             batch = make_batch(drawn, groups, a)
             if step == 0 and batch.samples:
@@ -128,8 +139,12 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             metrics |= batch.metrics | _step(policy, engine, batch.samples, cfg, step)
             tracker.log(step, metrics | {"seconds": time.monotonic() - clock})
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
-    export(policy, bench, directory / "checkpoint")
-    return _finish(directory, cfg, len(states), ledger, time.monotonic() - started)
+            saver.step_done(step + 1, score=metrics["reward"])
+        export(policy, bench, directory / "checkpoint")
+    seconds = saver.seconds_before + time.monotonic() - started
+    summary = _finish(directory, cfg, len(states), saver.extra, seconds)
+    saver.finished()
+    return summary
 
 
 def _step(policy: MegatronPolicy, engine: Engine, samples: list[Sample], cfg: Config, step: int) -> dict[str, float]:

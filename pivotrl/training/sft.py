@@ -28,6 +28,7 @@ from pivotrl.tracking.progress import progress
 from pivotrl.training.checkpoint import export
 from pivotrl.training.objective import SftObjective, token_weights
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.trajectories.schema import Turn
 
 
@@ -73,24 +74,32 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
         seed=cfg.seed,
     )
     sampler = EpochSampler(rows, min(settings.trajectories_per_step, len(rows)), cfg.seed)
-    tokens = 0
-    with Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=0) as tracker, progress(steps, stage) as bar:
-        for step in range(steps):
+    identity = {"demonstrations": rows_digest((stage, s.token_ids) for row in rows for s in row)}
+    saver = Saver(cfg, stage, directory, policy, steps, identity, extra={"trained": 0})
+    start = saver.resume()
+    with (
+        Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=start) as tracker,
+        progress(steps, stage, done=start) as bar,
+        saver,
+    ):
+        for step in range(start, steps):
             clock = time.monotonic()
             stats = sft_step(policy, [s for trajectory in sampler.draw(step) for s in trajectory])
-            tokens += int(stats["tokens_unique"])
+            saver.extra["trained"] += int(stats["tokens_unique"])
             tracker.log(step, stats | {"seconds": time.monotonic() - clock})
             bar.advance(1, note=f"loss {stats['loss']:.3f}")
-    export(policy, bench, directory / "checkpoint")
+            saver.step_done(step + 1, score=-stats["loss"])
+        export(policy, bench, directory / "checkpoint")
     summary = {
         "steps": steps,
         "trajectories": len(rows),
         "beyond_context": beyond,
-        "tokens": {"trained": tokens},
+        "tokens": saver.extra,
         "checkpoint": str(directory / "checkpoint"),
-        "seconds": time.monotonic() - started,
+        "seconds": saver.seconds_before + time.monotonic() - started,
     }
     write_json(directory / "summary.json", summary)
+    saver.finished()
     return summary
 
 
