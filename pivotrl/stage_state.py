@@ -91,7 +91,7 @@ def hindrances(old: Mapping[str, Any], new: Mapping[str, Any], stage: str, done:
     """
     keys, section = _STEPS[stage], "algorithm" if stage == "train" else stage
     planned = next((new[k] for k in keys if new.get(k) is not None), None)
-    free = ("parallel.",)
+    free: tuple[str, ...] = ("parallel.",)
     if new.get(f"{section}.optimizer.schedule") == "constant" and planned is not None and planned >= done:
         free += keys
     lines = differences(

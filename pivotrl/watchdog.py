@@ -87,7 +87,7 @@ def _give_up(limit: float, what: str, folder: Path, alarm: Path, rank: int, paus
             faulthandler.dump_traceback(file, all_threads=True)
     except OSError as error:  # a file system that hangs or is full may be the cause
         told = f"this log ({error})"
-        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        faulthandler.dump_traceback(2, all_threads=True)
     print(
         f"pivotrl {what}: no progress for {limit / 60:.3g} min (checkpoint.watchdog_minutes), process {rank}; "
         f"stacks of all its threads: {told}. The same command continues from the last checkpoint",

@@ -1,8 +1,8 @@
 """Runs pivotrl commands in forked children, so that twenty runs cost one import of torch. Not a test.
 
 Reads one JSON request a line: {"arguments": [...], "env": {...}, "at": {"event": name, "number": n, "do": what}};
-writes the child's exit code (negative: signal). The engine is a fake whose completions depend on the global random number
-generators and on the weights, so that anything that is not restored shows.
+writes the child's exit code (negative: signal). The engine is a fake whose completions depend on the global random
+number generators and on the weights, so that anything that is not restored shows.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Path) ->
     made = Server(folder / "base", folder / "model", folder)
     assert made.run(made.base, stage="turns") == 0, made.said()
     turns = [row for row in read_jsonl(made.base / "turns" / "turns.jsonl") if row["split"] == "train"]
-    write_jsonl(made.base / "select" / "pivots.jsonl", [{"turn_id": row["id"]} for row in turns[:5]])
+    write_jsonl(made.base / "select" / "pivots.jsonl", [{"turn_id": row["id"]} for row in turns])  # of those drawn
     write_json(made.base / "profile" / "summary.json", {"fingerprint": {}})
     yield made
     assert made.process.stdin is not None

@@ -69,8 +69,10 @@ def loads_into_megatron(policy: MegatronPolicy, folder: Path) -> None:
     with cpu_shim.scope(), torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.zero_()
-        loaded = dist_checkpointing.load(policy.model.sharded_state_dict(metadata=metadata), str(folder))
-        policy.model.load_state_dict({k: v for k, v in loaded.items() if k in policy.model.state_dict()})
+        wanted = policy.model.sharded_state_dict(metadata=metadata)
+        wanted = {k: v for k, v in wanted.items() if not k.endswith("_extra_state")}  # Transformer Engine's
+        loaded = dist_checkpointing.load(wanted, str(folder))
+        policy.model.load_state_dict(loaded, strict=False)
     assert all(torch.equal(p, before[n]) for n, p in policy.model.named_parameters())
 
 

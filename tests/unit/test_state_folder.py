@@ -9,13 +9,15 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pivotrl import stage_state, stopping
 from pivotrl.config import Checkpoint
 from pivotrl.configuration import load_config, subset
 from pivotrl.errors import UserError
+from pivotrl.policy.state_files import rectangles
 from pivotrl.state_folder import StateFolder, kept, remedy
 
 
@@ -114,12 +116,9 @@ def test_deadlines_count_from_the_job() -> None:
     assert stopping.seconds_until_deadline(Checkpoint(stop_after_minutes=1), child, 0.0) > 60
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_runs_are_cut_into_rectangles(shape: list[int], data: st.DataObject) -> None:
-    import torch
-
-    from pivotrl.policy.state_files import rectangles
-
     total = math.prod(shape)
     begin = data.draw(st.integers(0, total))
     end = data.draw(st.integers(begin, total))
