@@ -31,9 +31,11 @@ import pivotrl.profiling.stage  # noqa: E402
 import pivotrl.training.grpo  # noqa: E402
 import pivotrl.training.sft  # noqa: E402
 from pivotrl import cli, state_folder  # noqa: E402
+from pivotrl.configuration import load_config  # noqa: E402
 from pivotrl.generation.engine import Completion, Sampling  # noqa: E402
 from pivotrl.policy import state_files  # noqa: E402
 from pivotrl.policy.policy import MegatronPolicy  # noqa: E402
+from pivotrl.rendering.chat import Renderer  # noqa: E402
 from pivotrl.setup import Workbench  # noqa: E402
 from pivotrl.state_folder import StateFolder  # noqa: E402
 from pivotrl.training import state_writer  # noqa: E402
@@ -143,6 +145,9 @@ def child(request: dict[str, Any]) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     install()
+    model, *overrides = sys.argv[1:]
+    load_config(overrides)  # what it imports is imported once; no autograd, which cannot be forked
+    Renderer(Path(model), "hermes")
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
