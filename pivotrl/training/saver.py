@@ -174,6 +174,8 @@ class Saver:
     def __enter__(self) -> Saver:
         if self._resumed is not None:
             self._restore_rng()
+        else:  # python's and numpy's generators start from the clock otherwise
+            rng.reseed(self.cfg.seed, self.stage, rng.place())
         self._hold = stopping.held()
         self._hold.__enter__()
         self._boundary = self._now(self.start, None)

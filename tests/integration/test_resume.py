@@ -282,7 +282,8 @@ def test_another_configuration_is_refused_with_a_diff(server: Server, straight: 
     assert "algorithm.steps: 6 -> 1 (2 steps are done)" in server.said()
     pivots = run_dir / "select" / "pivots.jsonl"
     kept = pivots.read_text()
-    pivots.write_text("".join(kept.splitlines(keepends=True)[:3]))
+    drawn = next(iter(read_jsonl(run_dir / "train" / "rollouts.jsonl")))["turn_id"]
+    pivots.write_text("".join(line for line in kept.splitlines(keepends=True) if json.loads(line)["turn_id"] != drawn))
     assert server.run(run_dir) == 2
     assert "pivots: " in server.said()
     pivots.write_text(kept)
