@@ -16,7 +16,7 @@ from pivotrl.config import Tracking
 from pivotrl.io import read_jsonl, write_jsonl
 
 METRICS = "metrics.jsonl"
-_WANDB_ID = "wandb_id"
+WANDB_ID = "wandb_id"
 
 
 class Tracker:
@@ -78,7 +78,7 @@ class Tracker:
         if mode == "disabled":
             return None
         # The id outlives a restart, so that a resumed run goes on with the same curves.
-        id_file = directory / _WANDB_ID
+        id_file = directory / WANDB_ID
         if not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
         try:
