@@ -7,7 +7,11 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=$(head -n 1 <<<"$hosts")
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 PIVOTRL_HOSTS=$(paste -sd, - <<<"$hosts")
-export MASTER_ADDR MASTER_PORT PIVOTRL_HOSTS
+# When this job ends, for checkpoint.stop_before_end_minutes; older SLURM does not say so itself.
+: "${SLURM_JOB_START_TIME:=$(date +%s)}" "${SLURM_JOB_END_TIME:=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null || true)}"
+PIVOTRL_STOP_FILE=$run_dir/.stopped-$SLURM_JOB_ID
+export MASTER_ADDR MASTER_PORT PIVOTRL_HOSTS SLURM_JOB_START_TIME SLURM_JOB_END_TIME PIVOTRL_STOP_FILE
+rm -f "$PIVOTRL_STOP_FILE"
 echo "job $SLURM_JOB_ID (start $((${SLURM_RESTART_COUNT:-0} + 1))): $SLURM_NTASKS processes on $PIVOTRL_HOSTS"
 
 step() { # one process per GPU on every node; all end when one fails, and none waits for another's end
@@ -33,5 +37,15 @@ check() { # srun itself waits for ever for a node whose daemon is lost
 check
 
 for stage in "${stages[@]}"; do
-  step launch.step "$stage" "$@"
+  code=0
+  step launch.step "$stage" "$@" || code=$?
+  if [[ -e $PIVOTRL_STOP_FILE ]]; then # srun gives another code where it ended slower processes itself
+    why=$(<"$PIVOTRL_STOP_FILE")
+    rm -f "$PIVOTRL_STOP_FILE"
+    echo "job $SLURM_JOB_ID: $stage saved and stopped ($why)"
+    # SIGTERM is scancel's, which wants no requeue, or a preemption's, which requeues by itself.
+    if [[ $why != SIGTERM ]]; then scontrol requeue "$SLURM_JOB_ID" || true; fi
+    exit 75
+  fi
+  ((code == 0)) || exit "$code"
 done

@@ -10,4 +10,19 @@ shift 2
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PIVOTRL_PYTHON:-$root/.venv/bin/python}
 export PYTHONPATH=$root OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$processes" -m launch.step "$stage" "$@"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # seconds to save in after a signal
+PIVOTRL_STOP_FILE=$(mktemp)
+export PIVOTRL_STOP_FILE
+"$python" -m torch.distributed.run --standalone --nproc-per-node="$processes" \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m launch.step "$stage" "$@" &
+pid=$!
+trap 'kill -TERM "$pid" 2>/dev/null || true' TERM INT
+trap 'kill -USR1 "$pid" 2>/dev/null || true' USR1
+code=0
+while :; do # a signal ends `wait`, not the processes
+  wait "$pid" && code=0 || code=$?
+  kill -0 "$pid" 2>/dev/null || break
+done
+if [[ -s $PIVOTRL_STOP_FILE ]]; then code=75; fi # torchrun says 1 for processes that were told to stop
+rm -f "$PIVOTRL_STOP_FILE"
+exit "$code"

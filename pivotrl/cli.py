@@ -1,6 +1,7 @@
 """`pivotrl <stage> [Hydra overrides]`: the one command. Imports nothing heavy before a stage needs it.
 
 Exit codes: 0 done; 2 bad input or configuration (told on stderr); 1 crash (traceback in <run_dir>/crash.log);
+3 no progress (pivotrl.watchdog); 75 saved and stopped, by SIGTERM, SIGUSR1 or a deadline (pivotrl.stopping);
 130 interrupted.
 """
 
@@ -17,6 +18,9 @@ from typing import Any
 
 from pivotrl import __version__
 from pivotrl.errors import UserError
+from pivotrl.state_folder import UNWRITABLE, remedy
+from pivotrl.stopping import EXIT_STOPPED, Stopped, leave_note, watching
+from pivotrl.watchdog import watchdog
 
 OTHER_COMMANDS = {
     "run": "The whole pipeline, each stage in its own process; run it again to continue after an interruption.",
@@ -78,11 +82,19 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pivotrl {command}: interrupted; the same command continues", file=sys.stderr)
         return 130
+    except Stopped as stopped:
+        print(f"pivotrl {command}: stopped ({stopped.why}); the same command continues", file=sys.stderr)
+        leave_note(stopped.why)
+        return EXIT_STOPPED
     except BrokenPipeError:
         # The reader of our output went away (`pivotrl ... | head`); keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            place = Path(error.filename or context.get("run_dir") or ".")
+            print(f"pivotrl {command}: {remedy(error, place)}. The same command continues", file=sys.stderr)
+            return 2
         log = _write_crash(context.get("run_dir"), command)
         print(
             f"pivotrl {command}: crashed: {type(error).__name__}: {_one_line(error)}. Traceback: {log}", file=sys.stderr
@@ -171,14 +183,21 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     from pivotrl.stages import STAGES
 
     validate(cfg, stage)
-    started = time.monotonic()
-    if int(os.environ.get("RANK", "0")) != 0:  # torchrun, srun: the first process keeps the books
-        STAGES[stage].load()(cfg, run_dir)
-        return 0
+    minutes = cfg.checkpoint.watchdog_minutes
+    with watching(cfg.checkpoint), watchdog(minutes and 60 * minutes, stage, run_dir):
+        if int(os.environ.get("RANK", "0")) == 0:  # torchrun, srun: the first process keeps the books
+            _run_with_books(stage, cfg, run_dir)
+        else:
+            STAGES[stage].load()(cfg, run_dir)
+    return 0
+
+
+def _run_with_books(stage: str, cfg: Any, run_dir: Path) -> None:
     from pivotrl import stage_state
     from pivotrl.locks import hold
+    from pivotrl.stages import STAGES
 
-    place = stage_state.place_of(cfg, stage)
+    started, place = time.monotonic(), stage_state.place_of(cfg, stage)
     directory = run_dir / place
     with hold(run_dir / ".locks" / place.replace("/", "-")):
         record = stage_state.record_of(cfg, stage, run_dir)
@@ -195,7 +214,6 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
         warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
         summary = STAGES[stage].load()(cfg, run_dir)
     _print_summary(stage, summary, directory, time.monotonic() - started)
-    return 0
 
 
 def _ensure_turns(cfg: Any, run_dir: Path) -> None:

@@ -273,6 +273,22 @@ class Tracking:
 
 
 @dataclass
+class Checkpoint:
+    """What training is resumed from, <stage>/state/, and when a run stops by itself. Never changes a result."""
+
+    every_steps: int | None = None  # save after so many steps; None: by time alone
+    every_minutes: float | None = 30.0  # save when so long has passed since the last; None: never by time
+    keep_last: int = 1  # the newest ones; gone when the stage has finished
+    keep_every: int | None = None  # save and keep for good every multiple of so many steps
+    keep_best: int = 0  # of those saved, for good: the highest reward (train) or lowest loss (warmup, sft)
+    asynchronous: bool | None = None  # write beside the next steps, from a copy in memory; None: where there are GPUs
+    stop_after_minutes: float | None = None  # save and stop, counted from the job's start; None: no such limit
+    stop_before_end_minutes: float | None = 5.0  # save and stop before SLURM ends the job
+    grace_seconds: float = 120.0  # after a signal, `pivotrl run` waits so long for the stage to save
+    watchdog_minutes: float | None = 60.0  # without progress: stacks of all ranks, exit code 3; None: off
+
+
+@dataclass
 class Run:
     stages: list[str] = field(
         default_factory=lambda: ["turns", "warmup", "profile", "select", "train", "sft", "evaluate", "report"]
@@ -341,5 +357,6 @@ class Config:
     evaluate: Evaluate = field(default_factory=Evaluate)
     benchmark: Benchmark = field(default_factory=Benchmark)
     tracking: Tracking = field(default_factory=Tracking)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     cluster: Cluster = field(default_factory=Cluster)
     run: Run = field(default_factory=Run)

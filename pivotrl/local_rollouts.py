@@ -16,6 +16,7 @@ from pivotrl.trajectories.duplicates import TurnDigests
 from pivotrl.trajectories.schema import Turn
 from pivotrl.verifiers.base import Verifier
 from pivotrl.verifiers.runner import score_pairs
+from pivotrl.watchdog import beat
 
 if TYPE_CHECKING:
     from pivotrl.rendering.chat import Renderer
@@ -152,4 +153,5 @@ class LocalRoller:
         clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         seconds = time.perf_counter() - clock
+        beat()
         return score(states, completions, self.renderer, self.verifier, first_index), seconds

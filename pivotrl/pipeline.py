@@ -1,7 +1,8 @@
 """`pivotrl run`: every stage in its own process, so that the memory of engine and trainer is given back between them.
 
-It may be killed at any instant. What a stage finished is kept (`pivotrl.stage_state`), what is stale is set aside and
-made again, and the stage that was interrupted continues from what it had committed.
+It may be killed at any instant, and stops well on SIGTERM and SIGUSR1 (`pivotrl.stopping`). What a stage finished is
+kept (`pivotrl.stage_state`), what is stale is set aside and made again, and the stage that was interrupted continues
+from what it had committed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,21 @@ from pivotrl.configuration import save_resolved, validate
 from pivotrl.io import write_json
 from pivotrl.locks import hold
 from pivotrl.stages import STAGES
+from pivotrl.stopping import EXIT_STOPPED, Stopped, child_environment, heeding
 from pivotrl.tracking.progress import duration
+from pivotrl.watchdog import EXIT_STALLED
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pivotrl.cli")
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 30.0
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run(cfg: Config, overrides: Sequence[str]) -> int:
     """Run `cfg.run.stages`; `COMMAND` + stage + overrides starts one of them. Returns the exit code."""
     validate(cfg, "run")
     run_dir = Path(cfg.run_dir)
-    with hold(run_dir / ".locks" / "run"):
+    environment = child_environment(os.environ)
+    with heeding(), hold(run_dir / ".locks" / "run"):
         save_resolved(cfg, run_dir)
         ledger = _Ledger(run_dir / "pipeline.json")
         started = time.monotonic()
@@ -44,7 +48,7 @@ def run(cfg: Config, overrides: Sequence[str]) -> int:
             if not _must_run(cfg, run_dir, stage, title):
                 continue
             begun = time.monotonic()
-            code, peak_gib = _child([*COMMAND, stage, *overrides])
+            code, peak_gib = _child([*COMMAND, stage, *overrides], environment, cfg.checkpoint.grace_seconds)
             seconds = time.monotonic() - begun
             ledger.add(stage, seconds, peak_gib, code)
             if code:
@@ -80,11 +84,11 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _child(command: list[str]) -> tuple[int, float]:
+def _child(command: list[str], environment: Mapping[str, str], grace_seconds: float) -> tuple[int, float]:
     """Run `command` to its end; returns its exit code (negative: signal) and its peak resident memory in GiB."""
     sys.stdout.flush()
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent)
-    with _signals_end(process):
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent, env=dict(environment))
+    with _signals_end(process, grace_seconds):
         # wait4 rather than Popen.wait: it tells the memory of this very child and of those it waited for.
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -94,37 +98,42 @@ def _child(command: list[str]) -> tuple[int, float]:
 
 
 @contextlib.contextmanager
-def _signals_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass an interruption on to the stage, wait for it to save, and end as interrupted."""
+def _signals_end(process: subprocess.Popen[bytes], grace_seconds: float) -> Iterator[None]:
+    """Pass a signal on to the stage, wait for it to save, and end as interrupted (SIGINT) or stopped (others)."""
 
     def forward(number: int, frame: Any) -> None:
-        raise _Stopped(number)
+        raise _Signal(number)
 
-    previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    previous = {n: signal.signal(n, forward) for n in _FORWARDED}
     try:
         yield
-    except _Stopped as stop:
+    except _Signal as stop:
         _say(f"stopping (signal {stop.number}); a second one stops at once")
-        with contextlib.suppress(ProcessLookupError, _Stopped):
-            os.killpg(process.pid, stop.number)
-            _wait_briefly(process)
+        with contextlib.suppress(ProcessLookupError, _Signal):
+            os.kill(process.pid, stop.number)  # not the group: workers that it needs for saving live on
+            _wait_briefly(process, grace_seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        raise KeyboardInterrupt from None
+        code = process.poll()
+        if stop.number == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        if code not in (EXIT_STOPPED, 0):
+            _say(f"the stage did not save (it {_ending(code if code is not None else -signal.SIGKILL)})")
+        raise Stopped(signal.Signals(stop.number).name) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-class _Stopped(Exception):
+class _Signal(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-def _wait_briefly(process: subprocess.Popen[bytes]) -> None:
+def _wait_briefly(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_SECONDS)
+        process.wait(grace_seconds)
 
 
 def _ending(code: int) -> str:
@@ -132,7 +141,10 @@ def _ending(code: int) -> str:
         return "was killed (signal 9; by the system if memory ran out)"
     if code < 0:
         return f"was ended by signal {-code}"
-    return "was interrupted" if code == 130 else f"failed (exit code {code})"
+    if code == EXIT_STALLED:
+        return f"made no progress (exit code {code})"
+    words = {130: "was interrupted", EXIT_STOPPED: "saved and stopped"}
+    return words.get(code, f"failed (exit code {code})")
 
 
 class _Ledger:

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from pivotrl.configuration import differences, save_resolved, subset
 from pivotrl.io import write_json
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
+from pivotrl.state_folder import StateFolder
 from pivotrl.validation import get
 
 RECORD = "stage.json"
 SUMMARY = "summary.json"
 _BOOKS = (RECORD, "config.yaml", "shards")  # shards of a profile have records of their own
+_STEPS = {"train": ("algorithm.steps",), "warmup": ("warmup.steps",), "sft": ("sft.steps", "algorithm.steps")}
 _VOLATILE = ("seconds", "elapsed", "started", "finished")  # of a summary: the same result may take another time
 
 
@@ -74,11 +77,37 @@ def changes(directory: Path, record: dict[str, Any]) -> list[str]:
         return ["it does not say with which configuration it was made (no stage.json)"]
     if old.get("key") == record["key"]:
         return []
-    lines = differences(old.get("config", {}), record["config"])
+    stage, done = record["stage"], StateFolder(directory).committed()
+    if stage in _STEPS and done and not is_done(directory):
+        lines = hindrances(old.get("config", {}), record["config"], stage, done[-1])
+        if not lines and all(old.get(part) == record[part] for part in ("inputs", "upstream")):
+            return []
+    else:
+        lines = differences(old.get("config", {}), record["config"])
     lines += [f"the files of {k} changed" for k, v in record["inputs"].items() if old.get("inputs", {}).get(k) != v]
     ups = record["upstream"].items()
     lines += [f"the result of {k} changed" for k, v in ups if old.get("upstream", {}).get(k) != v]
     return lines or ["its record differs"]
+
+
+def hindrances(old: Mapping[str, Any], new: Mapping[str, Any], stage: str, done: int) -> list[str]:
+    """Differences "key: old -> new" with which training that has `done` steps behind it cannot go on.
+
+    The parallel layout may change (checkpoints know none; results agree up to rounding), and so may the number of
+    steps that are ahead, where the learning rate of those behind does not depend on it.
+    """
+    keys, section = _STEPS[stage], "algorithm" if stage == "train" else stage
+    planned = next((new[k] for k in keys if new.get(k) is not None), None)
+    free: tuple[str, ...] = ("parallel.",)
+    if new.get(f"{section}.optimizer.schedule") == "constant" and planned is not None and planned >= done:
+        free += keys
+    lines = differences(
+        {k: v for k, v in old.items() if not k.startswith(free)},
+        {k: v for k, v in new.items() if not k.startswith(free)},
+    )
+    if planned is not None and planned < done:
+        lines = [f"{line} ({done} steps are done)" if line.startswith(keys) else line for line in lines]
+    return lines
 
 
 def begin(cfg: Config, directory: Path, record: dict[str, Any]) -> None:

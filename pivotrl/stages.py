@@ -17,6 +17,7 @@ BENIGN_KEYS = (
     "run_dir",
     "run",
     "tracking",
+    "checkpoint",
     "cluster",
     "watch",
     "generation.max_sequences",

@@ -80,6 +80,12 @@ _POSITIVE = (
     "cluster.cpus_per_process",
     "cluster.gpu_memory_gib",
     "cluster.check_seconds",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_last",
+    "checkpoint.keep_every",
+    "checkpoint.stop_after_minutes",
+    "checkpoint.watchdog_minutes",
 )
 _NOT_NEGATIVE = (
     *algorithm_checks.NOT_NEGATIVE,
@@ -98,6 +104,9 @@ _NOT_NEGATIVE = (
     "evaluate.drift",
     "watch.every",
     "cluster.gpus_per_node",
+    "checkpoint.keep_best",
+    "checkpoint.stop_before_end_minutes",
+    "checkpoint.grace_seconds",
 )
 _POLICIES = ("base", "sft", "pivotrl", "e2e")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.

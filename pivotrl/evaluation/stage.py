@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pivotrl.evaluation.questions import read_sets
 from pivotrl.evaluation.statistics import paired_difference
 from pivotrl.evaluation.tasks import evaluation_tasks
 from pivotrl.generation.engine import Engine, Sampling
-from pivotrl.io import append_jsonl, write_json
+from pivotrl.io import append_jsonl, read_json, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, render_states
 from pivotrl.models.folder import ModelFolder
 from pivotrl.profiling.profiler import draw_turns
@@ -53,8 +54,10 @@ class Evaluator:
     def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: Engine):
         self.cfg, self.run_dir, self.bench, self.engine = cfg, run_dir, bench, engine
         self.episodes = run_dir / "evaluate" / "episodes.jsonl"
-        self.episodes.unlink(missing_ok=True)
+        self.progress = run_dir / "evaluate" / "measured.json"
+        self.policies: dict[str, Any] = {}
         self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+        self._continue()
         e = cfg.evaluate
         self.sets = read_sets(e.ood_path, e.ood_rows) if e.ood_path else []
         self.drift = DriftProbe(cfg, run_dir, bench, engine, self.sets) if e.drift else None
@@ -74,6 +77,19 @@ class Evaluator:
                     "evaluate: no held-out turn can be scored; raise trajectories.validation_fraction "
                     "or set environment.name"
                 )
+
+    def _continue(self) -> None:
+        """Take over what an interrupted evaluation had measured: whole policies; a half-measured one is done again."""
+        if self.progress.is_file():
+            before = read_json(self.progress)
+            self.policies, self.cost = before["policies"], before["cost"]
+        if self.episodes.is_file():
+            write_jsonl(self.episodes, (row for row in _whole_rows(self.episodes) if row["policy"] in self.policies))
+
+    def keep(self, policy: str, measured: dict[str, Any]) -> None:
+        """Note a policy as measured, so that an interruption does not cost it."""
+        self.policies[policy] = measured
+        write_json(self.progress, {"policies": self.policies, "cost": self.cost})
 
     def modes(self) -> dict[str, tuple[Sampling, int]]:
         greedy = replace(self.bench.sampling, temperature=0.0)
@@ -114,6 +130,12 @@ class Evaluator:
             self.cost[name] += value
 
 
+def _whole_rows(path: Path) -> Iterator[Any]:
+    """Rows of a file whose writer may have been killed: a torn last line is none."""
+    with path.open("rb") as file:
+        yield from (json.loads(line) for line in file if line.endswith(b"\n"))
+
+
 def differences(policies: dict[str, Any]) -> dict[str, Any]:
     """Paired differences of each policy to base, over the tasks both were judged on."""
     result: dict[str, Any] = {}
@@ -149,13 +171,16 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     bench = Workbench.build(cfg, run_dir)
     folders = checkpoints(cfg, run_dir, bench.start_policy)
-    policies: dict[str, Any] = {}
     with bench.engine() as engine, progress(len(folders), "evaluate") as bar:
         evaluator = Evaluator(cfg, run_dir, bench, engine)
+        policies = evaluator.policies
         for version, (policy, folder) in enumerate(folders.items(), 1):
+            if policy in policies:
+                bar.advance(1, note=f"{policy} was measured before")
+                continue
             if folder != bench.start_policy:
                 engine.refit(_weights(folder), version=version)
-            policies[policy] = evaluator.measure(policy)
+            evaluator.keep(policy, evaluator.measure(policy))
             bar.advance(1, note=f"{policy} greedy {_short(policies[policy]['greedy']['success'])}")
     cost = evaluator.cost
     summary = {
@@ -168,4 +193,5 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
         "seconds": time.monotonic() - started,
     }
     write_json(run_dir / "evaluate" / "summary.json", summary)
+    evaluator.progress.unlink(missing_ok=True)
     return summary

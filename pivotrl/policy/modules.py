@@ -98,3 +98,7 @@ class SwiGLU(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _SwiGLU.apply(x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], x.shape[-1] // 2)  # an expert may have no rows
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Nothing to save; megatron-core's MLP asks every part of it."""
+        return {}

@@ -7,6 +7,7 @@ into a few large buffers, and all of them find their values again after `restore
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,6 +103,14 @@ class TrainerMemory:
 
     def restore(self, *kinds: str) -> int:
         return sum(self._stashes[kind].restore() for kind in kinds)
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Within the block all is in its place (to be saved, say); then what was away goes again."""
+        away = self.released
+        self.restore(*away)
+        yield
+        self.release(*away)
 
     @property
     def released(self) -> list[str]:

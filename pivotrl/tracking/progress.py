@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from pivotrl.watchdog import beat
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -55,7 +57,7 @@ def progress(
 
 class _Silent:
     def advance(self, n: int = 1, note: str = "") -> None:
-        pass
+        beat()
 
 
 class _Bar:
@@ -63,6 +65,7 @@ class _Bar:
         self._bar, self._task = bar, task
 
     def advance(self, n: int = 1, note: str = "") -> None:
+        beat()
         if note:
             self._bar.update(self._task, note=note)
         self._bar.advance(self._task, n)
@@ -87,6 +90,7 @@ class Lines:
         self._note, self._told = "", -1
 
     def advance(self, n: int = 1, note: str = "") -> None:
+        beat()
         self.done += n
         self._note = note or self._note
         if self._clock() - self._last >= self._every:

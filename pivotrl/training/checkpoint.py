@@ -10,4 +10,5 @@ from pivotrl.setup import Workbench
 
 def export(policy: MegatronPolicy, bench: Workbench, out_dir: Path) -> None:
     """Write the policy beside its tokenizer and the chat template it was trained with."""
-    policy.save_hf(out_dir, source_dir=bench.start_policy, chat_template=bench.renderer.template)
+    with policy.memory.resident():
+        policy.save_hf(out_dir, source_dir=bench.start_policy, chat_template=bench.renderer.template)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pivotrl.config import Config
 from pivotrl.errors import UserError
-from pivotrl.evaluation.watch import Watcher
+from pivotrl.evaluation.watch import CURVE, Watcher
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, read_json, read_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
@@ -33,20 +33,25 @@ from pivotrl.training.gate import Mismatch, limit_for, require_agreement
 from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.training.update import needs_reference, optimizer_steps, update
 
 GATE_ROLLOUTS = 16  # of the first batch; enough to see a wrong temperature, position or weight
 
 
-def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> list[State]:
-    """The selected pivots with their prompts; refuses a profile of another policy (design idea 5)."""
+def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> tuple[list[State], str]:
+    """The selected pivots with their prompts, and the hash of pi_0's weights.
+
+    Refuses a profile of another policy (design idea 5).
+    """
     path = run_dir / "select" / "pivots.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: run `pivotrl select run_dir={run_dir}` first")
     chosen = {row["turn_id"] for row in read_jsonl(path)}
     turns = draw_turns(read_turns(run_dir, "train"), cfg.profile.max_turns, cfg.seed)
     profile = read_json(run_dir / "profile" / "summary.json")["fingerprint"]
-    for line in require_same(profile, present_fingerprint(bench, turns), cfg.algorithm.allow_foreign_profile):
+    present = present_fingerprint(bench, turns)
+    for line in require_same(profile, present, cfg.algorithm.allow_foreign_profile):
         print(f"train: foreign profile allowed: {line}")
     pivots = [t for t in turns if t.id in chosen]
     states, _ = render_states(
@@ -60,7 +65,7 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> list[State]:
     )
     if not states:
         raise UserError(f"no pivot to train on in {path}: run `pivotrl select` with another set or lambda")
-    return states
+    return states, str(present["weights"])
 
 
 def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int) -> None:
@@ -88,7 +93,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     directory, a = run_dir / "train", cfg.algorithm
     bench = Workbench.build(cfg, run_dir)
-    states = load_pivots(cfg, run_dir, bench)
+    states, weights = load_pivots(cfg, run_dir, bench)
     sampler = EpochSampler(states, a.pivots_per_step, cfg.seed)
     policy = MegatronPolicy.load(
         bench.start_policy,
@@ -100,22 +105,31 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         seed=cfg.seed,
         keep_reference=needs_reference(a),
     )
+    identity = {"pivots": rows_digest((s.turn.id, s.prompt_ids) for s in states), "reference policy": weights}
+    logs = ("rollouts.jsonl", CURVE)
+    saver = Saver(cfg, "train", directory, policy, a.steps, identity, logs, TokenCounts().to_json())
+    start = saver.resume()
+    spent = TokenCounts(**saver.extra)
+    nonfinite = NonFiniteSteps(directory, a.optimizer.max_nonfinite_steps, start)
     handover = Handover(policy)
-    spent, nonfinite = TokenCounts(), NonFiniteSteps(directory, a.optimizer.max_nonfinite_steps)
-    (directory / "rollouts.jsonl").unlink(missing_ok=True)
     with (
         bench.engine() as engine,
-        Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
-        progress(a.steps, "train") as bar,
+        Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=start) as tracker,
+        progress(a.steps, "train", done=start) as bar,
+        saver,
     ):
         roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
         watcher = Watcher(cfg, run_dir, bench, directory)
-        watcher.look(engine, 0, 0)
-        for step in range(a.steps):
+        if start:
+            handover.catch_up(engine, version=start)
+        else:
+            watcher.look(engine, 0, 0)
+        for step in range(start, a.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
             seeds = [seed_for(cfg.seed, "train", step, slot) for slot in range(len(drawn))]
-            groups = handover.generate(engine, partial(roller.groups, drawn, a.group_size, seeds))
+            with saver.generating():
+                groups = handover.generate(engine, partial(roller.groups, drawn, a.group_size, seeds))
             check_weight_version(groups, step)
             used = _record(directory, step, groups)
             spent += used
@@ -129,8 +143,12 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             tracker.log(step, metrics)
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
-    export(policy, bench, directory / "checkpoint")
-    return _finish(directory, cfg, len(states), spent, time.monotonic() - started)
+            saver.extra = spent.to_json()
+            saver.step_done(step + 1, score=metrics["reward"])
+        export(policy, bench, directory / "checkpoint")
+    summary = _finish(directory, cfg, len(states), spent, saver.seconds_before + time.monotonic() - started)
+    saver.finished()
+    return summary
 
 
 def learn(

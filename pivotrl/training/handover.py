@@ -138,6 +138,16 @@ class Handover:
         with self.ledger.phase("wake_cache"):
             engine.wake()
 
+    def catch_up(self, engine: Engine, version: int) -> None:
+        """When a run continues: the engine was started with pi_0 and gets the weights that were loaded. Not a phase."""
+        engine.sleep()
+        engine.wake_weights()
+        if self._moves:
+            self.trainer.memory.restore("parameters")
+        engine.refit(self.trainer.weights_for(engine.layout), version)
+        self._release("parameters")
+        engine.wake()
+
     def _release(self, *kinds: str) -> None:
         if self._moves:
             self.trainer.memory.release(*kinds, keep_gradients=False)  # the next step zeroes them first

@@ -33,6 +33,7 @@ from pivotrl.training.metrics import StepSums
 from pivotrl.training.nonfinite import NonFiniteSteps, suspects
 from pivotrl.training.objective import SftObjective, token_weights
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.training.throughput import Work, memory
 from pivotrl.trajectories.schema import Turn
 
@@ -130,13 +131,20 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
     )
     stop = KlStop(cfg, run_dir, bench.renderer, policy) if settings.max_kl is not None else None
     sampler = EpochSampler(rows, min(settings.trajectories_per_step, len(rows)), cfg.seed)
-    tokens, taken, nonfinite = 0, 0, NonFiniteSteps(directory, settings.optimizer.max_nonfinite_steps)
-    with Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=0) as tracker, progress(steps, stage) as bar:
-        for step in range(steps):
+    identity = {"demonstrations": rows_digest((d.turn_id, d.sequence.token_ids) for row in rows for d in row)}
+    saver = Saver(cfg, stage, directory, policy, steps, identity, extra={"trained": 0})
+    start = taken = saver.resume()
+    nonfinite = NonFiniteSteps(directory, settings.optimizer.max_nonfinite_steps, start)
+    with (
+        Tracker(directory, cfg.tracking, stage, asdict(cfg), start_step=start) as tracker,
+        progress(steps, stage, done=start) as bar,
+        saver,
+    ):
+        for step in range(start, steps):
             clock = time.monotonic()
             drawn = [row for trajectory in sampler.draw(step) for row in trajectory]
             stats = sft_step(policy, drawn, step, cfg.precision, nonfinite)
-            tokens += int(stats["tokens_unique"])
+            saver.extra["trained"] += int(stats["tokens_unique"])
             taken = step + 1
             if stop is not None:
                 stats["kl_to_start"] = stop.measure(policy)
@@ -144,18 +152,20 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
             bar.advance(1, note=f"loss {stats['loss']:.3f}")
             if stop is not None and stats["kl_to_start"] >= stop.limit:
                 break
-    export(policy, bench, directory / "checkpoint")
+            saver.step_done(taken, score=-stats["loss"])
+        export(policy, bench, directory / "checkpoint")
     summary = {
         "steps": taken,
         "trajectories": len(rows),
         "beyond_context": beyond,
-        "tokens": {"trained": tokens},
+        "tokens": saver.extra,
         "checkpoint": str(directory / "checkpoint"),
-        "seconds": time.monotonic() - started,
+        "seconds": saver.seconds_before + time.monotonic() - started,
     }
     if stop is not None:
         summary |= {"max_kl": stop.limit, "kl_to_start": stop.last, "reached": stop.last >= stop.limit}
     write_json(directory / "summary.json", summary)
+    saver.finished()
     return summary
 
 

@@ -179,15 +179,20 @@ def test_kill_9_in_a_half_done_bookkeeping_step_is_survived(runner: Runner) -> N
     assert (folder / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interruption_reaches_the_stage_and_exits_130(runner: Runner, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_interruption_reaches_the_stage_and_exits_130_or_75(runner: Runner, number: signal.Signals) -> None:
     process = runner.start(SHORT, turns="hang")
     stage = runner.wait_for("turns")
     process.send_signal(number)
     _, text = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == (130 if number is signal.SIGINT else 75)
+    assert ("interrupted" if number is signal.SIGINT else f"stopped ({number.name})") in text
+    assert "the same command continues" in text
     assert "Traceback" not in text
     assert gone(stage)
+    runner.calls()
+    assert runner.run(SHORT).returncode == 0
+    assert runner.calls()[0] == "turns continued"
 
 
 def test_crash_leaves_a_traceback_file_and_one_line(runner: Runner) -> None:

@@ -1,0 +1,169 @@
+"""Runs pivotrl commands in forked children, so that twenty runs cost one import of torch. Not a test.
+
+Reads one JSON request a line: {"arguments": [...], "env": {...}, "at": {"event": name, "number": n, "do": what}};
+writes the child's exit code (negative: signal). The engine is a fake whose completions depend on the global random
+number generators and on the weights, so that anything that is not restored shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import pivotrl.evaluation.stage  # noqa: E402
+import pivotrl.profiling.stage  # noqa: E402
+import pivotrl.training.grpo  # noqa: E402
+import pivotrl.training.sft  # noqa: E402
+from pivotrl import cli, state_folder  # noqa: E402
+from pivotrl.configuration import load_config  # noqa: E402
+from pivotrl.generation.engine import Completion, Sampling  # noqa: E402
+from pivotrl.policy import state_files  # noqa: E402
+from pivotrl.policy.policy import MegatronPolicy  # noqa: E402
+from pivotrl.rendering.chat import Renderer  # noqa: E402
+from pivotrl.setup import Workbench  # noqa: E402
+from pivotrl.state_folder import StateFolder  # noqa: E402
+from pivotrl.training import state_writer  # noqa: E402
+
+
+class DrawingEngine:
+    """Completions drawn from python's, numpy's and torch's global generators; log-probs depend on the weights."""
+
+    def __init__(self, stop: int) -> None:
+        self.weight_version, self.stop, self.digest = 0, stop, "start"
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        event("generate")
+        return [[self._one(prompt, k, seed) for k in range(n)] for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def _one(self, prompt: Sequence[int], k: int, seed: int) -> Completion:
+        draws = (random.randrange(1000), np.random.randint(1000), int(torch.randint(1000, ())))
+        ids = tuple(500 + (d + 7 * k + seed) % 9000 for d in draws[: 1 + draws[0] % 3]) + (self.stop,)
+        noise = hashlib.sha256(f"{self.digest}{ids}".encode()).digest()
+        return Completion(ids, tuple(-(1 + noise[i]) / 256 for i in range(len(ids))), "stop", self.weight_version)
+
+    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        event("refit")
+        hasher = hashlib.sha256()
+        for name, tensor in weights:
+            hasher.update(name.encode())
+            hasher.update(tensor.detach().numpy().tobytes())
+        self.digest, self.weight_version = hasher.hexdigest(), version
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def engine(bench: Workbench) -> Iterator[DrawingEngine]:
+    random.seed(1)  # as vLLM does when it starts
+    np.random.seed(1)
+    torch.manual_seed(1)
+    yield DrawingEngine(bench.renderer.stop_token_ids[0])
+
+
+_request: dict[str, Any] = {}
+_seen: dict[str, int] = {}
+
+
+def event(name: str) -> None:
+    """Count, and do what the request asks for at this one."""
+    wanted = _request.get("at")
+    _seen[name] = _seen.get(name, 0) + 1
+    if not wanted or wanted["event"] not in (name, "any"):
+        return
+    number = sum(_seen.values()) if wanted["event"] == "any" else _seen[name]
+    if number != wanted["number"]:
+        return
+    do = wanted["do"]
+    if do == "hang":
+        time.sleep(100)
+    elif do == "twice":
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(2.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif do == "jump":
+        real = time.time
+        time.time = lambda: real() - 10**8
+    else:
+        os.kill(os.getpid(), getattr(signal, f"SIG{do}"))
+
+
+def before(owner: Any, name: str, label: str) -> None:
+    """Make calls of `owner.name` events."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        event(label)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def install() -> None:
+    Workbench.engine = engine  # type: ignore[method-assign, assignment]
+    before(MegatronPolicy, "train_step", "train")
+    before(state_files, "_save", "piece")
+    before(state_writer, "write_json", "json")
+    before(state_writer, "write_index", "index")
+    before(StateFolder, "commit", "commit")
+    before(StateFolder, "remove", "remove")
+    before(state_folder, "_sync", "sync")
+    before(pivotrl.training.grpo, "load_pivots", "startup")
+    before(pivotrl.training.grpo, "export", "export")
+
+
+def child(request: dict[str, Any]) -> int:
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(request.get("env", {}))
+    _request.update(request)
+    if after := request.get("kill_after"):
+        timer = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    return cli.main(request["arguments"])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    install()
+    model, *overrides = sys.argv[1:]
+    load_config(overrides)  # what it imports is imported once; no autograd, which cannot be forked
+    Renderer(Path(model), "hermes")
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            code = 99
+            try:
+                code = child(request)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    main()

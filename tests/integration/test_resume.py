@@ -1,0 +1,401 @@
+"""A training run that is killed, stopped or out of disk at any instant goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_tools.dist_format import DistReader
+from pivotrl.errors import UserError
+from pivotrl.io import read_jsonl, write_json, write_jsonl
+from pivotrl.policy.state_files import RegionReader, checksum
+from pivotrl.stopping import EXIT_STOPPED
+from tests.tiny_models import save_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+
+
+class Server:
+    def __init__(self, base: Path, model: Path, folder: Path) -> None:
+        self.base, self.model, self.folder = base, model, folder
+        self.log = folder / "log.txt"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
+        script = str(Path(__file__).with_name("resume_server.py"))
+        command = [sys.executable, script, str(model), *common(base, model)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def run(self, run_dir: Path, *overrides: str, stage: str = "train", **request: Any) -> int:
+        """The exit code of one command; what it printed is `said()`."""
+        self.log.unlink(missing_ok=True)
+        arguments = [stage, *common(run_dir, self.model), *overrides]
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"arguments": arguments, "log": str(self.log), **request}) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def new(self, name: str) -> Path:
+        """A run directory that has everything before `train`."""
+        run_dir = self.folder / name
+        shutil.copytree(self.base, run_dir)
+        return run_dir
+
+
+def common(run_dir: Path, model: Path) -> list[str]:
+    return [
+        f"run_dir={run_dir}",
+        "model=tiny_moe",
+        f"model.path={model}",
+        "domain=outfitters",
+        "environment.families=[cancel_order]",
+        "trajectories.tasks=8",
+        "domain.verifier.name=tests.parity_verifier:Parity",
+        "precision=fp32",
+        "tracking=disabled",
+        "sampling.max_new_tokens=8",
+        f"algorithm.steps={STEPS}",
+        "algorithm.pivots_per_step=2",
+        "algorithm.group_size=4",
+        "algorithm.kl_beta=0.01",
+        "algorithm.allow_foreign_profile=true",
+        "algorithm.optimizer.learning_rate=1e-3",
+        "generation.max_mismatch=1e9",  # the engine is a fake
+        "profile.rollouts_per_turn=2",
+        "profile.max_turns=6",
+        f"sft.steps={STEPS}",
+        "sft.trajectories_per_step=2",
+        "evaluate.tasks=2",
+        "checkpoint.keep_every=6",  # the state after the last step stays, to be compared
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Path) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("resume")
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    save_tiny("qwen3_moe", folder / "model", vocab_size=49152, max_position_embeddings=4096, **small)
+    for file in smollm2_tokenizer.iterdir():
+        shutil.copy(file, folder / "model")
+    made = Server(folder / "base", folder / "model", folder)
+    assert made.run(made.base, stage="turns") == 0, made.said()
+    turns = [row for row in read_jsonl(made.base / "turns" / "turns.jsonl") if row["split"] == "train"]
+    write_jsonl(made.base / "select" / "pivots.jsonl", [{"turn_id": row["id"]} for row in turns])  # of those drawn
+    write_json(made.base / "profile" / "summary.json", {"fingerprint": {}})
+    yield made
+    assert made.process.stdin is not None
+    made.process.stdin.close()
+    made.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def straight(server: Server) -> Path:
+    run_dir = server.new("straight")
+    assert server.run(run_dir) == 0, server.said()
+    return run_dir
+
+
+def rows(run_dir: Path, stage: str = "train") -> list[dict[str, Any]]:
+    """Metrics without what time it took."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith("seconds")}
+        for row in read_jsonl(run_dir / stage / "metrics.jsonl")
+    ]
+
+
+def assert_same(run_dir: Path, wanted: Path, stage: str = "train") -> None:
+    """Bit for bit: exported weights, optimizer, generators, sampled ids, logged steps."""
+    one, two = run_dir / stage, wanted / stage
+    if stage == "train":
+        assert (one / "rollouts.jsonl").read_bytes() == (two / "rollouts.jsonl").read_bytes()
+    assert rows(run_dir, stage) == rows(wanted, stage)
+    weights = [folder / "checkpoint" / "model.safetensors" for folder in (one, two)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    name = f"state/step-{STEPS:08d}"
+    a, b = DistReader(one / name), DistReader(two / name)
+    assert set(a.tensors) == set(b.tensors)
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in a.tensors)
+    assert all(torch.equal(a.read(key), b.read(key)) for key in a.tensors)
+    assert (one / name / "rank-00000.json").read_bytes() == (two / name / "rank-00000.json").read_bytes()
+    saved = [json.loads((folder / name / "state.json").read_text()) for folder in (one, two)]
+    for key in ("step", "policy_step", "adam_steps", "extra", "logs", "identity", "engine_seed"):
+        assert saved[0][key] == saved[1][key], key
+    assert saved[0]["adam_steps"] == STEPS
+
+
+def test_an_undisturbed_run_keeps_what_it_should(straight: Path) -> None:
+    assert [p.name for p in (straight / "train" / "state").iterdir()] == [f"step-{STEPS:08d}"]
+    assert len(rows(straight)) == STEPS
+    assert len({r["reward"] for r in rows(straight)}) > 1
+
+
+@pytest.mark.parametrize("stops", [(3,), (2, 4)], ids=["3+3", "2+2+2"])
+def test_stopped_and_resumed_equals_straight(server: Server, straight: Path, stops: tuple[int, ...]) -> None:
+    run_dir = server.new(f"stops{len(stops)}")
+    done = 0
+    for stop in stops:  # in the middle of a train step: it ends, is saved, and is not done again
+        at = {"event": "train", "number": stop - done, "do": "USR1"}
+        assert server.run(run_dir, at=at) == EXIT_STOPPED, server.said()
+        assert f"stopped (SIGUSR1) after step {stop} of {STEPS}" in server.said()
+        assert [p.name for p in (run_dir / "train" / "state").iterdir()] == [f"step-{stop:08d}"]
+        done = stop
+    assert server.run(run_dir) == 0, server.said()
+    assert f"continues after step {done} of {STEPS}" in server.said()
+    assert_same(run_dir, straight)
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_killed_at_random_instants_equals_straight(server: Server, straight: Path, background: str) -> None:
+    """Every few events of a run, most of them inside saves, kill -9; then at random times; then to the end."""
+    run_dir = server.new(f"killed-{background}")
+    overrides = ("checkpoint.every_steps=1", "checkpoint.keep_last=2", f"checkpoint.asynchronous={background}")
+    draw = random.Random(background)
+    reported = 0
+    for number in (draw.randrange(30, 75) for _ in range(3)):
+        assert server.run(run_dir, *overrides, at={"event": "any", "number": number, "do": "KILL"}) in (-9, 0)
+        reported += "half-written" in server.said()
+    for event in ("commit", "sync", "index", "remove"):
+        server.run(run_dir, *overrides, at={"event": event, "number": draw.randrange(1, 3), "do": "KILL"})
+        reported += "half-written" in server.said()
+    server.run(run_dir, *overrides, kill_after=draw.uniform(0.5, 2.5))
+    code = server.run(run_dir, *overrides)
+    assert code == 0, server.said()
+    assert reported >= 1
+    assert_same(run_dir, straight)
+
+
+@pytest.mark.parametrize("event", ["startup", "generate", "train", "piece", "export"])
+def test_a_signal_in_any_phase_saves_and_resumes(server: Server, straight: Path, event: str) -> None:
+    run_dir = server.new(f"signal-{event}")
+    at = {"event": event, "number": 1 if event in ("startup", "export") else 2, "do": "TERM"}
+    code = server.run(run_dir, "checkpoint.every_steps=2", at=at)
+    said = server.said()
+    if event == "export":  # the result was being written: it is finished
+        assert code == 0, said
+    else:
+        assert code == EXIT_STOPPED, said
+        assert "stopped (SIGTERM); the same command continues" in said
+        if event != "startup":
+            done = 1 if event == "generate" else 2  # the rollouts of a step that was broken off are drawn again
+            assert f"stopped (SIGTERM) after step {done} of {STEPS}" in said
+        assert server.run(run_dir) == 0, server.said()
+    assert_same(run_dir, straight)
+
+
+def test_a_second_signal_ends_at_once(server: Server, straight: Path) -> None:
+    run_dir = server.new("second")
+    assert server.run(run_dir, at={"event": "train", "number": 3, "do": "twice"}) == 128 + 15
+    assert "a second signal (SIGTERM): ending at once" in server.said()
+    assert server.run(run_dir) == 0, server.said()
+    assert_same(run_dir, straight)
+
+
+def test_sft_resumes(server: Server) -> None:
+    whole, parts = server.new("sft-whole"), server.new("sft-parts")
+    assert server.run(whole, stage="sft") == 0, server.said()
+    for number in (2, 2):
+        at = {"event": "train", "number": number, "do": "TERM"}
+        assert server.run(parts, stage="sft", at=at) == EXIT_STOPPED, server.said()
+    assert server.run(parts, stage="sft") == 0, server.said()
+    assert_same(parts, whole, "sft")
+
+
+def test_profile_and_evaluation_stop_and_go_on(server: Server, straight: Path) -> None:
+    run_dir = server.new("others")
+    shutil.rmtree(run_dir / "profile")
+    overrides = ("generation.max_sequences=1", "evaluate.policies=[base,pivotrl]")
+    at = {"event": "generate", "number": 2, "do": "TERM"}
+    assert server.run(run_dir, *overrides, stage="profile", at=at) == EXIT_STOPPED, server.said()
+    made = (run_dir / "profile" / "rollouts.jsonl").read_bytes()
+    assert made.count(b"\n") >= 2
+    assert server.run(run_dir, *overrides, stage="profile") == 0, server.said()
+    assert (run_dir / "profile" / "rollouts.jsonl").read_bytes().startswith(made)
+    shutil.copytree(straight / "train", run_dir / "train")
+    at = {"event": "refit", "number": 1, "do": "USR1"}  # base is measured, pivotrl comes next
+    assert server.run(run_dir, *overrides, stage="evaluate", at=at) == EXIT_STOPPED, server.said()
+    measured = json.loads((run_dir / "evaluate" / "measured.json").read_text())["policies"]
+    assert list(measured) == ["base"]
+    assert server.run(run_dir, *overrides, stage="evaluate") == 0, server.said()
+    summary = json.loads((run_dir / "evaluate" / "summary.json").read_text())
+    assert summary["policies"]["base"] == measured["base"]
+    assert list(summary["policies"]) == ["base", "pivotrl"]
+
+
+def test_deadline_saves_before_it(server: Server, straight: Path) -> None:
+    run_dir = server.new("deadline")
+    assert server.run(run_dir, "checkpoint.stop_after_minutes=1e-6") == EXIT_STOPPED, server.said()
+    assert "stopped (the deadline)" in server.said()
+    env = {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "4600"}  # long ago
+    assert server.run(run_dir, env=env) == EXIT_STOPPED, server.said()
+    assert server.run(run_dir, "checkpoint.stop_before_end_minutes=null", env=env) == 0, server.said()
+    assert_same(run_dir, straight)
+
+
+def test_clock_jump_changes_nothing(server: Server, straight: Path) -> None:
+    run_dir = server.new("clock")
+    at = {"event": "train", "number": 2, "do": "jump"}
+    overrides = ("checkpoint.every_steps=2", "checkpoint.stop_after_minutes=60")
+    assert server.run(run_dir, *overrides, at=at) == 0, server.said()
+    assert_same(run_dir, straight)
+
+
+def test_a_run_that_hangs_leaves_its_stacks(server: Server) -> None:
+    run_dir = server.new("hang")
+    at = {"event": "train", "number": 2, "do": "hang"}
+    assert server.run(run_dir, "checkpoint.watchdog_minutes=0.15", at=at) == 3
+    (stacks,) = (run_dir / "stacks").glob("*.rank-0.txt")
+    assert "in event" in stacks.read_text()
+    assert str(stacks) in server.said()
+
+
+def interrupted(server: Server, name: str, stop: int = 2, **more: Any) -> Path:
+    run_dir = server.new(name)
+    at = {"event": "train", "number": stop, "do": "TERM"}
+    assert server.run(run_dir, "checkpoint.every_steps=1", "checkpoint.keep_last=2", at=at, **more) == EXIT_STOPPED
+    return run_dir
+
+
+def test_another_configuration_is_refused_with_a_diff(server: Server, straight: Path) -> None:
+    run_dir = interrupted(server, "config")
+    assert server.run(run_dir, "algorithm.group_size=8", "seed=4") == 2
+    assert "algorithm.group_size: 4 -> 8" in server.said()
+    assert "seed: 0 -> 4" in server.said()
+    assert server.run(run_dir, "algorithm.steps=1") == 2
+    assert "algorithm.steps: 6 -> 1 (2 steps are done)" in server.said()
+    pivots = run_dir / "select" / "pivots.jsonl"
+    kept = pivots.read_text()
+    drawn = next(iter(read_jsonl(run_dir / "train" / "rollouts.jsonl")))["turn_id"]
+    pivots.write_text("".join(line for line in kept.splitlines(keepends=True) if json.loads(line)["turn_id"] != drawn))
+    assert server.run(run_dir) == 2
+    assert "pivots: " in server.said()
+    pivots.write_text(kept)
+    # benign: tracking, where it is saved, and the number of steps ahead
+    overrides = ("tracking.name=other", "algorithm.steps=4", "checkpoint.every_minutes=1")
+    assert server.run(run_dir, *overrides) == 0, server.said()
+    assert rows(run_dir) == rows(straight)[:4]
+
+
+def test_damaged_checkpoints_are_named_and_older_ones_used(server: Server, straight: Path) -> None:
+    run_dir = interrupted(server, "damaged", stop=3)
+    newest, older = (run_dir / "train" / "state" / f"step-{n:08d}" for n in (3, 2))
+    shard = newest / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    spoilt = shutil.copytree(run_dir, server.folder / "spoilt")
+    assert server.run(run_dir) == 0, server.said()
+    assert "the checkpoint of step 3 is damaged (the content of __0_0.distcp has changed)" in server.said()
+    assert "continues after step 2 of 6" in server.said()
+    assert_same(run_dir, straight)
+    (spoilt / "train" / "state" / older.name / "__0_0.distcp").write_bytes(b"short")
+    assert server.run(spoilt) == 2
+    assert "all checkpoints are damaged (steps 2, 3)" in server.said()
+    assert "delete the folder" in server.said()
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (os.environ["EVIL_MARK"],))
+
+
+def test_nothing_untrusted_is_unpickled(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles that would run code, in every file of a checkpoint, with checksums that fit them."""
+    mark = tmp_path / "ran"
+    monkeypatch.setenv("EVIL_MARK", str(mark))
+    run_dir = interrupted(server, "evil")
+    state = run_dir / "train" / "state" / "step-00000002"
+    whole = shutil.copytree(state, tmp_path / "whole")
+    for name in ("common.pt", ".metadata", "__0_0.distcp"):
+        shutil.rmtree(state)
+        shutil.copytree(whole, state)
+        if name == "__0_0.distcp":
+            pieces = DistReader(state).tensors["embedding.word_embeddings.weight"].pieces
+            with (state / name).open("r+b") as file:
+                file.seek(pieces[0].start)
+                file.write(pickle.dumps(Evil()))
+        else:
+            (state / name).write_bytes(pickle.dumps(Evil()))
+        book = json.loads((state / "state.json").read_text())
+        book["files"][name] = list(checksum(state / name))
+        write_json(state / "state.json", book)
+        code = server.run(run_dir, env={"EVIL_MARK": str(mark)})
+        assert not mark.exists(), name
+        assert code == (0 if name == "common.pt" else 2), server.said()
+        if name == "common.pt":  # nothing reads it
+            run_dir = interrupted(server, "evil-again")
+            state = run_dir / "train" / "state" / "step-00000002"
+    with pytest.raises(UserError, match="cannot be read"):
+        RegionReader(state).read("embedding.word_embeddings.weight", (49152, 32), (0, 0), (2, 32), True)
+    pickle.loads(pickle.dumps(Evil()))
+    assert mark.exists()  # it would have
+
+
+def mount(path: Path, size: str, *flags: str) -> None:
+    path.mkdir(exist_ok=True)
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", *flags, "tmpfs", str(path)], check=False)
+    if done.returncode:
+        pytest.skip("this machine lets nobody mount")
+
+
+def test_full_disk_during_save_loses_nothing(server: Server, straight: Path) -> None:
+    run_dir = server.new("full")
+    at = {"event": "train", "number": 1, "do": "TERM"}
+    assert server.run(run_dir, at=at) == EXIT_STOPPED
+    disk = run_dir / "train" / "state"
+    size = sum(p.stat().st_size for p in disk.rglob("*"))
+    moved = shutil.move(disk, run_dir / "aside")
+    mount(disk, str(int(1.5 * size)))
+    try:
+        shutil.copytree(moved, disk, dirs_exist_ok=True)
+        # periodic saves fail and are told; the run goes on. The last step's would be kept, too.
+        at = {"event": "train", "number": 4, "do": "TERM"}
+        assert server.run(run_dir, "checkpoint.every_steps=1", at=at) == 2
+        said = server.said()
+        assert "the checkpoint of step 2 was not written" in said
+        assert "No space left on device" in said
+        assert "GiB are free); delete files, or lower checkpoint.keep_last" in said
+        assert "step 5 could not be saved" in said
+        assert "The same command continues after step 1" in said
+        assert [p.name for p in disk.iterdir()] == ["step-00000001"]
+        subprocess.run(["mount", "-o", f"remount,size={4 * size}", str(disk)], check=True)
+        assert server.run(run_dir) == 0, server.said()
+        assert_same(run_dir, straight)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+def test_unwritable_directory_says_what_to_do(server: Server, straight: Path) -> None:
+    run_dir = server.new("readonly")
+    at = {"event": "startup", "number": 1, "do": "TERM"}
+    assert server.run(run_dir, at=at) == EXIT_STOPPED
+    disk = run_dir / "train" / "state"
+    mount(disk, "1m")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        at = {"event": "train", "number": 2, "do": "TERM"}
+        assert server.run(run_dir, at=at) == 2
+        assert "Read-only file system; give this user access to it, or choose another run_dir" in server.said()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=False)
+    assert server.run(run_dir) == 0, server.said()
+    assert_same(run_dir, straight)

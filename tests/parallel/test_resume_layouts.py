@@ -1,0 +1,28 @@
+"""Checkpoints know no parallel layout: what two processes saved in one goes on in another (one launch)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import save_tiny
+
+SCRIPT = Path(__file__).with_name("resume_layouts.py")
+ROOT = SCRIPT.parents[2]
+
+
+@pytest.mark.parallel
+def test_checkpoints_go_on_in_another_layout(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "llama", vocab_size=121)  # odd: padded for two ranks
+    save_tiny("qwen3_moe", tmp_path / "qwen3_moe", num_hidden_layers=4)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*launch, str(SCRIPT), str(tmp_path)], env=environment, timeout=600, capture_output=True, text=True, check=False
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]

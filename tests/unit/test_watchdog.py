@@ -1,0 +1,88 @@
+"""No progress: every process of a launch writes its stacks and ends with 3. Signals reach what holds them back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+HANG = """
+import sys, time
+from pathlib import Path
+from pivotrl.watchdog import beat, watchdog
+
+def stuck_here():
+    while True:
+        time.sleep(0.05)
+        if sys.argv[2] == "working":
+            beat()
+
+with watchdog(0.6, "train", Path(sys.argv[1])):
+    stuck_here()
+"""
+
+STOP = """
+import os, sys, time
+from pivotrl.stopping import Stopped, held, released, requested, heeding
+
+try:
+    with heeding(), held():
+        print("held", flush=True)
+        while requested() is None:
+            time.sleep(0.02)
+        print("told", requested(), flush=True)
+        if sys.argv[1] == "stay":
+            time.sleep(60)
+        with released():
+            print("not reached", flush=True)
+except Stopped as stopped:
+    print("stopped", stopped.why, flush=True)
+"""
+
+
+def start(code: str, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_all_ranks_leave_their_stacks_when_one_hangs(tmp_path: Path) -> None:
+    launch = {"TORCHELASTIC_RUN_ID": "one", "MASTER_PORT": "7"}
+    modes = ("hanging", "working")  # the second beats: the first takes it along, for the launch is lost
+    ranks = [start(HANG, str(tmp_path), mode, RANK=str(rank), **launch) for rank, mode in enumerate(modes)]
+    for rank, process in enumerate(ranks):
+        _, text = process.communicate(timeout=30)
+        assert process.returncode == 3, text
+        stacks = tmp_path / "stacks" / f"one-7.rank-{rank}.txt"
+        assert "stuck_here" in stacks.read_text()
+        assert f"process {rank}; stacks of all its threads: {stacks}" in text
+
+
+def test_a_held_signal_is_told_and_raises_when_released() -> None:
+    process = start(STOP, "go")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=20)
+    assert out == "told SIGUSR1\nstopped SIGUSR1\n"
+    assert process.returncode == 0
+
+
+def test_one_signal_sent_twice_is_one_and_a_later_one_ends_at_once() -> None:
+    process = start(STOP, "stay")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "told SIGTERM\n"
+    process.send_signal(signal.SIGTERM)  # the group's, and the parent's
+    time.sleep(2.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, text = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "a second signal (SIGTERM): ending at once" in text
