@@ -27,11 +27,6 @@ def rank_from_slurm() -> None:
             del env[name]
 
 
-def is_parallel(stage: str) -> bool:
-    """Whether a stage has work for every process: the trainer's and the engine's have."""
-    return STAGES[stage].policy or "generation" in STAGES[stage].config
-
-
 def up_to_date(stage: str, overrides: list[str]) -> bool:
     """Whether the stage's folder is finished and still that of this configuration."""
     cfg = load_config(overrides)
@@ -49,7 +44,7 @@ def main() -> int:
         return 2
     rank_from_slurm()
     first = int(os.environ.get("RANK", "0")) == 0
-    if not first and not is_parallel(stage):
+    if not first and not STAGES[stage].parallel:
         return 0
     try:
         done = up_to_date(stage, overrides)

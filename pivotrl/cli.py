@@ -183,13 +183,27 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     from pivotrl.stages import STAGES
 
     validate(cfg, stage)
+    # megatron-core, torch and transformers warn of what we know (no Transformer Engine here, renamed calls)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
     minutes = cfg.checkpoint.watchdog_minutes
     with watching(cfg.checkpoint), watchdog(minutes and 60 * minutes, stage, run_dir):
         if int(os.environ.get("RANK", "0")) == 0:  # torchrun, srun: the first process keeps the books
             _run_with_books(stage, cfg, run_dir)
         else:
+            _meet(stage)
             STAGES[stage].load()(cfg, run_dir)
     return 0
+
+
+def _meet(stage: str) -> None:
+    """Several processes: until all are here and the first has opened the books, so that all find the same files."""
+    from pivotrl.stages import STAGES
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and STAGES[stage].parallel:
+        from pivotrl.policy import agree
+
+        agree.join()
+        agree.wait()
 
 
 def _run_with_books(stage: str, cfg: Any, run_dir: Path) -> None:
@@ -210,8 +224,7 @@ def _run_with_books(stage: str, cfg: Any, run_dir: Path) -> None:
         if why := stage_state.changes(directory, record):
             _make_way(run_dir, place, why)
         stage_state.begin(cfg, directory, record)
-        # megatron-core, torch and transformers warn of what we know (no Transformer Engine here, renamed calls)
-        warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
+        _meet(stage)
         summary = STAGES[stage].load()(cfg, run_dir)
     _print_summary(stage, summary, directory, time.monotonic() - started)
 

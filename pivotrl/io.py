@@ -1,4 +1,8 @@
-"""Files that stages hand over: JSONL rows and atomic JSON summaries."""
+"""Files that stages hand over: JSONL rows and atomic JSON summaries.
+
+Of several processes of a stage (torchrun, srun) the first keeps the books: all hold the same rows, so what the others
+write with these functions is left unwritten.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,18 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write atomically: a reader sees the old file or the new one, never half of one."""
+def keeps_books() -> bool:
+    """Whether this process writes the files of its stage: the only one, or the first of several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def write_json(path: Path, value: Any, every_rank: bool = False) -> None:
+    """Write atomically: a reader sees the old file or the new one, never half of one.
+
+    `every_rank`: the file is this rank's own, so that every one writes its.
+    """
+    if not (every_rank or keeps_books()):
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -26,6 +40,8 @@ def read_json(path: Path) -> Any:
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> int:
     """Write rows atomically, one a line; returns their number."""
+    if not keeps_books():
+        return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     count = 0
@@ -49,6 +65,8 @@ def read_jsonl(path: Path) -> Iterator[Any]:
 
 def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
     """Append rows, flushed; a writer killed in between leaves at most one torn last line."""
+    if not keeps_books():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -55,6 +55,11 @@ class Stage:
         """The stage's folder, relative to the run's."""
         return self.place or self.name
 
+    @property
+    def parallel(self) -> bool:
+        """Whether the stage has work for every process: the trainer's and the engine's have."""
+        return self.policy or "generation" in self.config
+
     def load(self) -> StageFunction:
         """Import the stage's function (this is where torch and the engines come in)."""
         function: StageFunction = getattr(importlib.import_module(self.module), self.function)

@@ -22,7 +22,7 @@ from pivotrl.evaluation.questions import read_sets
 from pivotrl.evaluation.statistics import paired_difference
 from pivotrl.evaluation.tasks import evaluation_tasks
 from pivotrl.generation.engine import Engine, Sampling
-from pivotrl.io import append_jsonl, read_json, write_json, write_jsonl
+from pivotrl.io import append_jsonl, keeps_books, read_json, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, render_states
 from pivotrl.models.folder import ModelFolder
 from pivotrl.profiling.profiler import draw_turns
@@ -193,5 +193,6 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
         "seconds": time.monotonic() - started,
     }
     write_json(run_dir / "evaluate" / "summary.json", summary)
-    evaluator.progress.unlink(missing_ok=True)
+    if keeps_books():
+        evaluator.progress.unlink(missing_ok=True)
     return summary

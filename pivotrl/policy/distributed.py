@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from pivotrl.config import Parallel
 from pivotrl.errors import UserError
-from pivotrl.policy import cpu_shim
+from pivotrl.policy import agree, cpu_shim
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ def initialise(parallel: Parallel) -> None:
     Raises UserError where the sizes do not fit the number of processes.
     """
     global _layout
-    if not dist.is_initialized():
-        _start()
+    agree.join()
     world, model = dist.get_world_size(), parallel.tensor * parallel.pipeline * parallel.context
     experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
     if world % model or world % experts:
@@ -68,16 +64,3 @@ def shutdown_groups() -> None:
     global _layout
     groups.destroy_model_parallel()
     _layout = None
-
-
-def _start() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)

@@ -13,8 +13,9 @@ from typing import Any
 
 from pivotrl.config import Config
 from pivotrl.errors import UserError
-from pivotrl.io import read_json, read_jsonl, write_json, write_jsonl
+from pivotrl.io import keeps_books, read_json, read_jsonl, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, State, duplicate_prompts, render_states
+from pivotrl.peers import wait_for_peers
 from pivotrl.profiling.adaptive import Plan, make_plan
 from pivotrl.profiling.fingerprint import fingerprint, weights_digest
 from pivotrl.profiling.ledger import Cost, CostLog
@@ -60,6 +61,8 @@ def present_fingerprint(bench: Workbench, turns: list[Turn]) -> dict[str, Any]:
 
 def _set_aside_foreign(directory: Path, record: dict[str, Any], cfg: Config) -> None:
     """Keep the rollouts of an interrupted profile of equal settings in place; rename those of any other."""
+    if not keeps_books():
+        return
     marker = directory / "fingerprint.json"
     wanted = {**record, "rollouts_per_turn": cfg.profile.rollouts_per_turn}
     if cfg.profile.adaptive.enabled:
@@ -106,6 +109,7 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     if not states and shard is None:
         raise _nothing(len(turns), reasons, directory)
     _set_aside_foreign(directory, record, cfg)
+    wait_for_peers()  # all see the same rollouts of an interrupted profile, or none
     with ExitStack() as stack:
 
         @cache
@@ -182,6 +186,7 @@ def _adaptive(
 
 def _second(directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog) -> None:
     """An independent profile of the mixed turns. Whatever `select` keeps of them, its means here are unbiased."""
+    wait_for_peers()
     mixed = {row["turn_id"] for row in read_jsonl(directory / "turns.jsonl") if row["variance"]}
     chosen = [s for s in states if s.turn.id in mixed]
     n = cfg.profile.second_rollouts

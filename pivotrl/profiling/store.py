@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from pivotrl.errors import UserError
+from pivotrl.io import keeps_books
 from pivotrl.rollouts import Rollout
 
+_VISIBLE_SECONDS = 120.0
 GroupSize = Callable[[str, int], int]  # (turn id, rollouts it has) -> rollouts of its next group
 
 # The head of a row as `Rollout.to_json` writes it; a row in another key order is parsed whole.
@@ -23,7 +27,9 @@ _HEAD = re.compile(rb'\{"turn_id": "([^"\\]+)", "index": (\d+), ')
 class RolloutStore:
     """Resumable: what a killed writer left unfinished at the end of the file is cut off on open, and done again.
 
-    Memory is that of the turn ids and the places of their groups: it does not grow with rollouts or tokens.
+    Of several processes with the same rollouts the first writes; the others index what they are given and read it from
+    the same file, where it lies at the same place. Memory is that of the turn ids and the places of their groups: it
+    does not grow with rollouts or tokens.
     """
 
     def __init__(self, path: Path, group_size: int | GroupSize):
@@ -35,12 +41,11 @@ class RolloutStore:
         self._size: GroupSize = group_size if callable(group_size) else lambda turn_id, done: group_size
         self._groups: dict[str, tuple[int, ...]] = {}  # turn id -> (byte offset, rows) of each group, flat
         path.parent.mkdir(parents=True, exist_ok=True)
-        end = self._recover()
-        self._file = path.open("ab")
-        if self._file.tell() != end:
-            self._file.truncate(end)
-        self._end = end
-        self._reader = self.path.open("rb")
+        self._end = self._recover()
+        self._file = path.open("ab") if keeps_books() else None
+        if self._file is not None and self._file.tell() != self._end:
+            self._file.truncate(self._end)
+        self._reader: BinaryIO | None = None
 
     def __len__(self) -> int:
         """Turns that have at least one group."""
@@ -64,9 +69,27 @@ class RolloutStore:
     def _lines(self, turn_id: str) -> Iterator[bytes]:
         flat = self._groups[turn_id]
         for offset, rows in zip(flat[::2], flat[1::2], strict=True):
-            self._reader.seek(offset)
+            reader = self._open_for(offset)
             for _ in range(rows):
-                yield self._reader.readline()
+                yield reader.readline()
+
+    def _open_for(self, offset: int) -> BinaryIO:
+        """The file at `offset`. Rows of another process may be seen some seconds late (network file systems)."""
+        give_up = time.monotonic() + _VISIBLE_SECONDS
+        while True:
+            if self._reader is None:
+                self._reader = self.path.open("rb")
+            if self._file is not None or os.fstat(self._reader.fileno()).st_size >= self._end:
+                self._reader.seek(offset)
+                return self._reader
+            if time.monotonic() > give_up:
+                raise UserError(
+                    f"{self.path}: rollouts of the first process are not seen here after {_VISIBLE_SECONDS:.0f} s; "
+                    "run_dir must be on a file system that all nodes share"
+                )
+            self._reader.close()
+            self._reader = None
+            time.sleep(0.2)
 
     def append(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Write the next group of some turns; on return they are on disk. Raises ValueError for a group out of turn."""
@@ -80,13 +103,16 @@ class RolloutStore:
             self._add(turn_id, self._end, len(group))
             self._end += len(block)
             blocks.append(block)
-        self._file.write(b"".join(blocks))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.write(b"".join(blocks))
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
-        self._reader.close()
+        for file in (self._file, self._reader):
+            if file is not None:
+                file.close()
+        self._reader = None
 
     def _add(self, turn_id: str, offset: int, rows: int) -> None:
         self._groups[turn_id] = (*self._groups.get(turn_id, ()), offset, rows)

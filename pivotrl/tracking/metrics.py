@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from pivotrl.config import Tracking
-from pivotrl.io import read_jsonl, write_jsonl
+from pivotrl.io import keeps_books, read_jsonl, write_jsonl
 from pivotrl.tracking.sinks import WANDB_ID, Background, Entry, Table, TensorboardSink, WandbSink
 
 __all__ = ["METRICS", "WANDB_ID", "Table", "Tracker"]
@@ -23,7 +23,8 @@ class Tracker:
     """Writes one row a step. A missing or failing wandb never ends a run: it warns once and stays off.
 
     `directory` is the stage's folder. `start_step` drops rows of steps >= it: work that a killed run logged but never
-    committed, and that is about to be done again. `enabled=False` (ranks other than 0) makes every call a no-op.
+    committed, and that is about to be done again. `enabled=False` (by default: any rank but the first) makes every call
+    a no-op: one writer a run.
     Raises UserError where TensorBoard is wanted and not installed.
     """
 
@@ -34,12 +35,12 @@ class Tracker:
         run_name: str,
         config: Mapping[str, Any] | None = None,
         start_step: int | None = None,
-        enabled: bool = True,
+        enabled: bool | None = None,
     ) -> None:
         self.path = directory / METRICS
         self._file = None
         self._sinks: list[Background] = []
-        if not enabled:
+        if not (keeps_books() if enabled is None else enabled):
             return
         directory.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self.path)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from pivotrl.io import keeps_books
 from pivotrl.watchdog import beat
 
 if TYPE_CHECKING:
@@ -23,14 +24,15 @@ class Progress(Protocol):
 
 @contextmanager
 def progress(
-    total: int, label: str, done: int = 0, unit: str = "it", file: TextIO | None = None, enabled: bool = True
+    total: int, label: str, done: int = 0, unit: str = "it", file: TextIO | None = None, enabled: bool | None = None
 ) -> Iterator[Progress]:
     """`with progress(400, "profile", unit="turn") as bar: bar.advance(8, note="mean 0.31")`.
 
     `done` is what an earlier run had finished: it counts for the bar, not for the speed. Writes to stderr.
+    `enabled`: by default in the first of several processes.
     """
     out = file or sys.stderr
-    if not enabled:
+    if not (keeps_books() if enabled is None else enabled):
         yield _Silent()
     elif out.isatty():
         from rich.console import Console

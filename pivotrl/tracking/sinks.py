@@ -11,6 +11,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,10 +75,8 @@ class Background:
 
     def close(self, seconds: float = _INIT_SECONDS + _FINISH_SECONDS) -> None:
         """Write what waits, for so long at most."""
-        try:
+        with suppress(queue.Full):
             self._queue.put(None, timeout=1.0)
-        except queue.Full:
-            pass
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._warn(self._sink.name, "finish", TimeoutError(f"no end after {seconds:.0f} s"))
@@ -96,8 +95,8 @@ class Background:
 
 
 class WandbSink:
-    """One run a stage folder. Its id outlives restarts, and its steps only grow: a resumed run, which does again what was
-    not committed, sends nothing twice. Where the server does not answer, the run is kept offline for `wandb sync`.
+    """One run a stage folder. Its id outlives restarts, and its steps only grow: a resumed run, which does again what
+    was not committed, sends nothing twice. Where the server does not answer, the run is kept offline for `wandb sync`.
     """
 
     name = "wandb"
@@ -127,9 +126,9 @@ class WandbSink:
                 raise
             self._run = self._init("offline")
             text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            folder = self._directory / "wandb"
+            runs = self._directory / "wandb" / "offline-run-*"
             print(
-                f"wandb: no connection ({text}); the run is kept offline, send it later: wandb sync {folder}/offline-run-*",
+                f"wandb: no connection ({text}); the run is kept offline, send it later: wandb sync {runs}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -163,7 +162,8 @@ class WandbSink:
     def write(self, entry: Entry) -> None:
         if entry.step < self._next:
             return
-        tables = {name: self._wandb.Table(list(t.columns), [list(r) for r in t.rows]) for name, t in entry.tables.items()}
+        table = self._wandb.Table
+        tables = {k: table(list(t.columns), [list(row) for row in t.rows]) for k, t in entry.tables.items()}
         self._run.log({"step": entry.step, **entry.values, **tables}, step=entry.step)
         self._next = entry.step + 1
         (self._directory / _WANDB_NEXT).write_text(f"{self._next}\n", encoding="utf-8")

@@ -22,7 +22,7 @@ from pivotrl.errors import UserError
 from pivotrl.evaluation.in_domain import EngineActor, SampledAction, episode_row
 from pivotrl.evaluation.tasks import task_ids
 from pivotrl.evaluation.watch import Watcher
-from pivotrl.io import append_jsonl, read_jsonl, write_json
+from pivotrl.io import append_jsonl, keeps_books, read_jsonl, write_json
 from pivotrl.local_rollouts import seed_for
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import TokenSequence
@@ -162,6 +162,8 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
 
 def _finish(directory: Path, steps: int, tasks: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
+    if not keeps_books():
+        return {}
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
     summary = {

@@ -16,7 +16,7 @@ from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.evaluation.watch import CURVE, Watcher
 from pivotrl.generation.engine import Engine
-from pivotrl.io import append_jsonl, read_json, read_jsonl, write_json
+from pivotrl.io import append_jsonl, keeps_books, read_json, read_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.profiling.fingerprint import require_same
@@ -32,6 +32,7 @@ from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
 from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
+from pivotrl.training.rollout_tables import rollout_tables
 from pivotrl.training.sampling import EpochSampler
 from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.training.update import needs_reference, optimizer_steps, update
@@ -140,7 +141,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             metrics |= batch.metrics | learn(policy, engine, handover, batch, cfg, step, nonfinite)
             metrics |= handover.ledger.metrics() | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
-            tracker.log(step, metrics)
+            tracker.log(step, metrics, rollout_tables(groups, step, cfg.tracking))
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
             saver.extra = spent.to_json()
@@ -188,6 +189,8 @@ def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> 
 
 
 def _finish(directory: Path, cfg: Config, pivots: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
+    if not keeps_books():
+        return {}
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
     summary = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -46,8 +45,7 @@ class NonFiniteSteps:
         self.count += 1
         loss, norm = stats.get("loss", float("nan")), stats.get("grad_norm", float("nan"))
         row = {"step": step, "loss": str(loss), "grad_norm": str(norm), "samples": list(ids)}
-        if os.environ.get("RANK", "0") == "0":
-            append_jsonl(self.path, [{**row, "suspects": list(suspected)}])
+        append_jsonl(self.path, [{**row, "suspects": list(suspected)}])
         if self.count < self.limit:
             return
         named = list(suspected or ids)

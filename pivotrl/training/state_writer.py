@@ -127,7 +127,7 @@ class StateWriter:
 
         def work() -> Written:
             written = write_pieces(target, rank, pieces)
-            write_json(target / rank_file(rank), own)
+            write_json(target / rank_file(rank), own, every_rank=True)
             return Written(written.entries, {**written.files, rank_file(rank): checksum(target / rank_file(rank))})
 
         self._writing = _Writing(boundary, count, work, background)

@@ -45,7 +45,9 @@ def test_scripts_and_launcher_run_the_same_stages(job: jobs.Job) -> None:
     assert all(name in STAGES for name in job.stages)
 
 
-@pytest.mark.parametrize("path", [*scripts(), ROOT / "slurm" / "stage.sh", ROOT / "slurm" / "convert.sh"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [*scripts(), *(ROOT / "slurm" / f"{n}.sh" for n in ("stage", "convert"))], ids=lambda p: p.name
+)
 def test_headers_come_before_the_first_command(path: Path) -> None:
     """SLURM ignores `#SBATCH` lines after it, without a word."""
     lines = path.read_text().splitlines()
@@ -206,4 +208,4 @@ def test_ranks_come_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**env, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"})
     step.rank_from_slurm()
     assert "RANK" not in os.environ
-    assert [s for s in STAGES if not step.is_parallel(s)] == ["turns", "audit-verifier", "select", "report"]
+    assert [s for s in STAGES if not STAGES[s].parallel] == ["turns", "audit-verifier", "select", "report"]
