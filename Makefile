@@ -14,7 +14,7 @@ export PIVOTRL_SHARED ?= ../shared
 OOD ?= $(wildcard $(PIVOTRL_SHARED)/data/ood/hellaswag_val_200.jsonl)
 OOD_ALL ?= $(wildcard $(PIVOTRL_SHARED)/data/ood)
 
-.PHONY: help install install-dev demo test lint bench study results clean
+.PHONY: help install install-gpu install-dev demo test lint bench study results clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,6 +30,21 @@ $(VENV)/.installed: pyproject.toml requirements/cpu.txt
 	@# CUDA torch brings triton; nothing here uses it, and a torchvision of another build breaks transformers.
 	$(BIN)/pip uninstall -q -y triton torchvision torchaudio torchcodec 2>/dev/null || true
 	@$(BIN)/python -c 'import torch, transformers' && touch $@
+
+install-gpu: $(VENV)/.installed-gpu ## for NVIDIA GPUs: Python 3.12 and nvcc of CUDA 13 (or build the Dockerfile, which runs this)
+
+$(VENV)/.packages-gpu: pyproject.toml requirements/gpu.txt
+	python3.12 -m venv $(VENV)
+	$(BIN)/pip install -q -c requirements/gpu.txt torch setuptools wheel ninja pybind11
+	@# Transformer Engine's part for torch is compiled against the torch that is there.
+	$(BIN)/pip install -q -c requirements/gpu.txt --no-build-isolation 'transformer-engine[pytorch,core-cu13]'
+	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; o = p["optional-dependencies"]; print(*p["dependencies"], *o["gpu"], *o["wandb"], *o["tensorboard"], sep="\n")' >$(VENV)/requirements.txt
+	$(BIN)/pip install -q -c requirements/gpu.txt -r $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/.installed-gpu: $(VENV)/.packages-gpu
+	$(BIN)/pip install -q --no-deps -e .
+	@touch $@
 
 install-dev: $(VENV)/.installed-dev ## install, and the tools for tests and lint
 
@@ -50,6 +65,7 @@ lint: install-dev ## style, types, import rules, shell scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@git ls-files '*.sh' .ci/run | xargs -r $(BIN)/shellcheck
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
 
 bench: install ## the short benchmarks, both sides in one run
 	$(BIN)/python -m benchmarks

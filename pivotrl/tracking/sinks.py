@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -185,7 +186,9 @@ class TensorboardSink:
                 "tracking.tensorboard=true needs the package tensorboardX, which is not installed: "
                 "pip install 'pivotrl[tensorboard]', or set tracking.tensorboard=false"
             ) from error
-        self._make = lambda: SummaryWriter(str(directory / "tensorboard"), purge_step=start_step, flush_secs=30)
+        self._make = lambda: SummaryWriter(
+            str(directory / "tensorboard"), purge_step=start_step, flush_secs=30, filename_suffix=f".{time.time_ns()}"
+        )
         self._writer: Any = None
 
     def open(self) -> None:
