@@ -132,6 +132,8 @@ def environment(cfg: Config) -> Iterator[str]:
             yield "tracking.wandb=online needs WANDB_API_KEY in your shell (or `wandb login`); or set tracking=offline"
         elif "WANDB_API_KEY" in os.environ and "WANDB_API_KEY" not in c.environment:
             yield "tracking.wandb=online, but cluster.environment does not let WANDB_API_KEY into the job: add it there"
+    if cfg.tracking.tensorboard and c.container.kind == "none" and not importable("tensorboardX"):
+        yield "tracking.tensorboard=true needs tensorboardX: pip install 'pivotrl[tensorboard]', or set it to false"
     image = c.container.image
     if image and image.startswith(("/", "./", "~")) and not Path(image).expanduser().is_file():
         yield f"cluster.container.image={image}: no such file"

@@ -322,3 +322,40 @@ def test_the_command_ends_in_seconds(place: Place) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "on 64 processes" in done.stdout or "sbatch" in done.stderr, done.stdout + done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10  # the machine may be busy
+
+
+def test_the_ten_commands(place: Place) -> None:
+    """Of docs/cluster.md: what they set passes preflight, and the programs they start are there or SLURM's."""
+    block = re.search(r"```bash\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert block
+    assert [int(n) for n in re.findall(r"# (\d+)", block[1])] == list(range(1, 11))
+    stubs = "git() { :; }; cd() { :; }; .() { :; }; df() { :; }; tail() { :; }; sbatch() { :; }; sinfo() { :; }\n"
+    stubs += 'make() { echo "make $*"; }; pivotrl() { echo "pivotrl $*"; }\n'
+    said = subprocess.run(
+        ["bash", "-c", stubs + block[1].replace("<this repository>", "url")], capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stderr
+    make, first, second = said.stdout.splitlines()
+    assert (
+        subprocess.run(["make", "-n", *make.split()[1:]], cwd=DOCUMENT.parents[1], capture_output=True).returncode == 0
+    )
+    assert first.split()[1] == "preflight"
+    assert second.split()[1:3] == ["launch", "pipeline"]
+    assert first.split()[2:] == second.split()[3:]
+    given = {"run_dir": place.run, "model.path": place.model, "trajectories.path": place.data}
+    overrides = [w if (k := w.split("=")[0]) not in given else f"{k}={given[k]}" for w in first.split()[2:]]
+    assert preflight.problems(load_config(overrides), jobs_for("pipeline"), overrides) == []
+
+
+def test_symptoms_of_our_own_are_words_that_the_code_says() -> None:
+    table = DOCUMENT.read_text().split("## Symptom, cause, remedy")[1]
+    symptoms = re.findall(r"^\| (?:code \d+, )?`([^`]+)`", table, re.MULTILINE)
+    sources = [p for folder in ("launch", "pivotrl") for p in (DOCUMENT.parents[1] / folder).rglob("*.[ps][yh]")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(p.read_text() for p in sources))
+    slurms = ("Invalid account", "invalid partition", "Requested node", "unrecognized option", "module:", "No module")
+    for symptom in symptoms:
+        for part in symptom.split(" ... "):
+            words = part.removeprefix("node check: ").removeprefix("node check:")
+            if not symptom.startswith(slurms) and words not in ("slurm/common.sh: No such file", "No space left"):
+                assert words in code or words.removesuffix(", 8 expected") in code, words
+    assert len(re.findall(r"^\| ", table, re.MULTILINE)) - 1 >= 20

@@ -41,7 +41,7 @@ class Slurm:
         while time.monotonic() < end:
             shown = self.call("scontrol", "show", "job", job).stdout
             state = re.search(r"JobState=(\w+)", shown)
-            if state and state[1] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+            if state and state[1] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
                 code = re.search(r"ExitCode=(\d+):(\d+)", shown)
                 assert code
                 return int(code[1]) or int(code[2])

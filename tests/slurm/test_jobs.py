@@ -1,4 +1,4 @@
-"""Scripts and launcher on a real SLURM: what it accepts, a job over two nodes, a chain, a node that never joins."""
+"""Scripts and launcher on a real SLURM: what it accepts, jobs over two nodes, a chain, nodes and jobs that die."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pivotrl.io import read_jsonl
+from pivotrl.models.builtin import resolve_model
 from tests.slurm.conftest import ROOT, Slurm
+from tests.tiny_models import save_tiny
 
-SCRIPTS = sorted(p.name for p in (ROOT / "slurm").glob("*.sh") if p.name not in ("common.sh", "pipeline.sh"))
+SCRIPTS = sorted(p.name for p in (ROOT / "slurm").glob("*.sh") if p.name not in ("common.sh", "convert.sh", "pipeline.sh"))
 CPU = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
 LIGHT = ("experiment=smoke", "trajectories.tasks=6", "cluster.check_seconds=90")
 
@@ -25,6 +29,11 @@ def test_slurm_accepts_each_script(slurm: Slurm, name: str) -> None:
     assert "using 16 processors" in done.stderr or "to start at" in done.stderr
     refused = slurm.call("sbatch", "--test-only", "--nodes=3", f"slurm/{name}", *arguments)
     assert refused.returncode != 0  # two nodes are there: the answer above means something
+
+
+def test_slurm_accepts_a_conversion(slurm: Slurm) -> None:
+    assert slurm.call("sbatch", "--test-only", "slurm/convert.sh").returncode == 0
+    assert slurm.call("sbatch", "--test-only", "--cpus-per-task=1000", "slurm/convert.sh").returncode != 0
 
 
 @pytest.mark.parametrize("cluster", ["local_cpu", "h100", "h200", "b200"])
@@ -69,11 +78,11 @@ def test_only_allowed_variables_reach_a_job(slurm: Slurm) -> None:
 def test_launch_submits(slurm: Slurm) -> None:
     run = slurm.folder / "launched"
     launch = (sys.executable, "-m", "pivotrl.cli", "launch", "turns", *LIGHT, "cluster.nodes=2", f"run_dir={run}")
-    done = slurm.call(*launch)
-    assert done.returncode == 0, done.stdout + done.stderr
-    job = re.search(r"turns: job (\d+)", done.stdout)
-    assert job
-    assert slurm.wait(job[1]) == 0, _logs(run)
+    done = slurm.call(*launch, "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr + _logs(run)
+    assert re.search(r"^turns: job \d+", done.stdout, re.MULTILINE)
+    assert "-- turns: COMPLETED" in done.stdout
+    assert "turns | turns: done in" in done.stdout
     assert (run / "turns" / "summary.json").is_file()
     assert "node check: 2 nodes" in _logs(run)
     refused = slurm.call(*launch, "cluster.nodes=3")
@@ -81,21 +90,113 @@ def test_launch_submits(slurm: Slurm) -> None:
     assert "sbatch refuses the job turns" in refused.stderr
 
 
-def test_pipeline_chains(slurm: Slurm) -> None:
-    overrides = (*LIGHT, f"run_dir={slurm.folder}/chain")
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random mixture of experts with SmolLM2's tokenizer: every stage is real, only the model is small."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tiny_moe")
+    save_tiny("qwen3_moe", folder, vocab_size=49152, head_dim=32, max_position_embeddings=8192, initializer_range=0.02)
+    AutoTokenizer.from_pretrained(str(resolve_model("builtin:smollm2-135m"))).save_pretrained(str(folder))
+    return folder
+
+
+def test_pipeline_runs_to_its_end_on_two_nodes(slurm: Slurm, tiny_moe: Path) -> None:
+    """Profile, train, SFT and evaluate, in jobs of two processes; what each leaves is whole and written once."""
+    run = slurm.folder / "chain"
+    overrides = (
+        *LIGHT,
+        "model=tiny_moe",
+        f"model.path={tiny_moe}",
+        "domain.verifier.name=tests.parity_verifier:Parity",
+        "precision=fp32",
+        "warmup.steps=0",
+        "select.set=mixed",
+        "profile.rollouts_per_turn=4",
+        "algorithm.optimizer.learning_rate=1e-3",
+        "generation.kv_cache_gib=0.25",
+        "evaluate.trials=0",
+        f"run_dir={run}",
+    )
     dry = slurm.call("slurm/pipeline.sh", "--dry-run", "--nodes=2", *overrides)
     assert dry.returncode == 0, dry.stderr
     assert "--dependency=afterok:<profile_pivot>" in dry.stderr
     assert "--dependency=afterok:<train_pivot>:<sft>" in dry.stderr
     assert slurm.call("squeue", "-h").stdout == ""
-    sent = slurm.call("slurm/pipeline.sh", "--hold", "--nodes=1", f"--output={slurm.folder}/%x.log", *overrides)
+    flags = ("--exclusive", f"--output={slurm.folder}/%x.log")  # one job at a time: the machine is small
+    sent = slurm.call("slurm/pipeline.sh", *flags, *CPU, *overrides)
     assert sent.returncode == 0, sent.stderr
-    ids = re.findall(r"(profile|train|sft|evaluate) (\d+)", sent.stdout)
-    job = dict(ids)
+    job = dict(re.findall(r"(profile|train|sft|evaluate) (\d+)", sent.stdout))
     waiting = dict(line.split(" ") for line in slurm.call("squeue", "-h", "-o", "%i %E").stdout.splitlines())
-    slurm.call("scancel", *job.values())
     assert waiting[job["train"]] == waiting[job["sft"]] == f"afterok:{job['profile']}(unfulfilled)"
     assert set(re.findall(r"afterok:(\d+)", waiting[job["evaluate"]])) == {job["train"], job["sft"]}
+    for name in ("profile", "train", "sft", "evaluate"):
+        assert slurm.wait(job[name], 400) == 0, (slurm.folder / f"pivotrl-{name}.log").read_text()
+    log = (slurm.folder / "pivotrl-train.log").read_text()
+    assert log.count("train: done in") == 1
+    assert "profile: done before, skipped" in log
+    profiled = json.loads((run / "profile" / "summary.json").read_text())["rollouts"]
+    rows = {name: list(read_jsonl(run / name)) for name in ("profile/rollouts.jsonl", "train/rollouts.jsonl")}
+    assert len(rows["profile/rollouts.jsonl"]) == profiled > 0
+    assert len(rows["train/rollouts.jsonl"]) == 2 * 2 * 2  # steps x pivots x group
+    assert [row["step"] for row in read_jsonl(run / "train" / "metrics.jsonl")] == [0, 1]
+    for place in ("train/checkpoint", "sft/checkpoint"):
+        assert (run / place / "model.safetensors").stat().st_size > 1000
+    policies = json.loads((run / "evaluate" / "summary.json").read_text())["policies"]
+    assert set(policies) == {"base", "sft", "pivotrl"}
+    assert (run / "report" / "report.html").is_file()
+
+
+def slow(slurm: Slurm, run: Path) -> tuple[str, ...]:
+    """The end of an sbatch command whose stage only counts (slow_stage.py); node checks have tests of their own."""
+    python, stage = slurm.folder / "python-slow", ROOT / "tests" / "slurm" / "slow_stage.py"
+    python.write_text(
+        f'#!/bin/bash\ncase "$2" in launch.node_check) exit 0 ;; esac\nshift 2\nexec {sys.executable} {stage} "$@"\n'
+    )
+    python.chmod(0o755)
+    return "slurm/stage.sh", "train", "experiment=smoke", f"cluster.python={python}", f"run_dir={run}"
+
+
+def steps(run: Path) -> list[list[int]]:
+    return [[int(line) for line in (run / f"steps-{rank}").read_text().split()] for rank in range(2)]
+
+
+def test_a_warning_before_the_limit_saves_requeues_and_goes_on(slurm: Slurm) -> None:
+    run, log = slurm.folder / "warned", slurm.folder / "warned.log"
+    # SLURM sends it up to a minute early: in a job of one minute, some seconds after its start
+    code = slurm.job(*CPU, "--time=1", "--signal=USR1@30", f"--output={log}", *slow(slurm, run))
+    text = log.read_text()
+    assert code == 0, text
+    assert "train saved and stopped (SIGUSR1)" in text
+    assert "(start 2)" in text
+    assert steps(run) == [list(range(40))] * 2
+
+
+def test_scancel_saves_and_does_not_requeue(slurm: Slurm) -> None:
+    run, log = slurm.folder / "cancelled", slurm.folder / "cancelled.log"
+    command = (*CPU, f"--output={log}", *slow(slurm, run))
+    job = slurm.call("sbatch", "--parsable", *command).stdout.strip()
+    _until(lambda: (run / "steps-0").exists() and (run / "steps-1").exists())
+    slurm.call("scancel", job)
+    slurm.wait(job)
+    assert "JobState=CANCELLED" in slurm.call("scontrol", "show", "job", job).stdout
+    done = steps(run)
+    assert all(0 < len(rows) < 40 for rows in done)
+    assert slurm.job(*command) == 0, log.read_text()
+    assert steps(run) == [list(range(40))] * 2
+
+
+def test_a_killed_rank_ends_the_job_at_once_and_the_next_goes_on(slurm: Slurm) -> None:
+    run, log = slurm.folder / "killed", slurm.folder / "killed.log"
+    run.mkdir()
+    (run / "kill-1").touch()
+    command = (*CPU, f"--output={log}", *slow(slurm, run))
+    assert slurm.job(*command) in (137, 143), log.read_text()
+    assert "task 1: Killed" in log.read_text()
+    assert len(steps(run)[1]) == 5
+    assert len(steps(run)[0]) < 40  # the other was not left to run for itself
+    assert slurm.job(*command) == 0, log.read_text()
+    assert steps(run) == [list(range(40))] * 2
 
 
 def test_a_job_whose_stage_fails_ends_with_its_code(slurm: Slurm) -> None:
@@ -117,6 +218,13 @@ def test_a_node_that_never_joins_is_named(slurm: Slurm) -> None:
     assert "node node2 (process 1) did not answer within 25 s" in text
     assert time.monotonic() - started < 25 + 40
     assert not Path(slurm.folder, "silent", "turns").exists()
+
+
+def _until(true: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 def _logs(run: Path) -> str:

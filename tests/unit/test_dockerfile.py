@@ -1,4 +1,4 @@
-"""The image, as far as it can be held to something without Docker: lint, files, versions, the path of `make install-gpu`."""
+"""The image, as far as it can be held to something without Docker: lint, files, versions, path of installation."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+"""A stage that takes its time: it counts steps into a file, goes on from there, and stops well when told. Not a test.
+
+`python slow_stage.py STAGE run_dir=FOLDER`, in the place of launch.step. A file FOLDER/kill-RANK makes that rank kill
+itself in its fifth step, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from pivotrl.config import Checkpoint
+from pivotrl.stopping import EXIT_STOPPED, Stopped, held, leave_note, requested, watching
+
+STEPS = 40
+
+
+def main() -> int:
+    folder = Path(next(word for word in sys.argv if word.startswith("run_dir=")).removeprefix("run_dir="))
+    rank = os.environ["SLURM_PROCID"]
+    log, kill = folder / f"steps-{rank}", folder / f"kill-{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with watching(Checkpoint()), held():
+            done = len(log.read_text().splitlines()) if log.exists() else 0
+            for step in range(done, STEPS):
+                if step == 5 and kill.exists():
+                    kill.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.2)
+                with log.open("a") as file:
+                    file.write(f"{step}\n")
+                if why := requested():
+                    raise Stopped(why)
+    except Stopped as stopped:
+        leave_note(stopped.why)
+        return EXIT_STOPPED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
