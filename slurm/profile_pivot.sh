@@ -16,7 +16,7 @@ set -euo pipefail
 stages=(turns warmup profile select)
 if [[ -n ${SLURM_ARRAY_TASK_ID-} ]]; then # one shard of the profile; turns and warm-up are done before, merge and select after
   stages=(profile)
-  set -- "$@" "profile.shard=$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT"
+  set -- "$@" "profile.shard=$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))/$SLURM_ARRAY_TASK_COUNT"
 fi
 root=${PIVOTRL_ROOT:-$SLURM_SUBMIT_DIR} # SLURM runs a copy of this file: the checkout is where sbatch was called
 # shellcheck source=slurm/common.sh

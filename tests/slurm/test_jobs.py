@@ -16,7 +16,8 @@ from pivotrl.models.builtin import resolve_model
 from tests.slurm.conftest import ROOT, Slurm
 from tests.tiny_models import save_tiny
 
-SCRIPTS = sorted(p.name for p in (ROOT / "slurm").glob("*.sh") if p.name not in ("common.sh", "convert.sh", "pipeline.sh"))
+NOT_STAGES = ("common.sh", "convert.sh", "pipeline.sh")
+SCRIPTS = sorted(p.name for p in (ROOT / "slurm").glob("*.sh") if p.name not in NOT_STAGES)
 CPU = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
 LIGHT = ("experiment=smoke", "trajectories.tasks=6", "cluster.check_seconds=90")
 
