@@ -11,7 +11,7 @@ PIVOTRL_HOSTS=$(paste -sd, - <<<"$hosts")
 : "${SLURM_JOB_START_TIME:=$(date +%s)}" "${SLURM_JOB_END_TIME:=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null || true)}"
 PIVOTRL_STOP_FILE=$run_dir/.stopped-$SLURM_JOB_ID
 export MASTER_ADDR MASTER_PORT PIVOTRL_HOSTS SLURM_JOB_START_TIME SLURM_JOB_END_TIME PIVOTRL_STOP_FILE
-rm -f "$PIVOTRL_STOP_FILE"
+rm -f "$PIVOTRL_STOP_FILE"*
 echo "job $SLURM_JOB_ID (start $((${SLURM_RESTART_COUNT:-0} + 1))): $SLURM_NTASKS processes on $PIVOTRL_HOSTS"
 
 step() { # one process per GPU on every node; all end when one fails, and none waits for another's end
@@ -39,9 +39,16 @@ check
 for stage in "${stages[@]}"; do
   code=0
   step launch.step "$stage" "$@" || code=$?
+  if [[ -e $PIVOTRL_STOP_FILE.failed ]]; then # of one process; srun then tells the others to stop, whose code is higher
+    code=$(<"$PIVOTRL_STOP_FILE.failed")
+    rm -f "$PIVOTRL_STOP_FILE"*
+    exit "$code"
+  fi
   if [[ -e $PIVOTRL_STOP_FILE ]]; then # srun gives another code where it ended slower processes itself
     why=$(<"$PIVOTRL_STOP_FILE")
     rm -f "$PIVOTRL_STOP_FILE"
+    # A process that was killed (by the system, for memory) makes srun stop the others, too.
+    if [[ $why == SIGTERM && $code != 75 && $code != 143 ]]; then exit "$code"; fi
     echo "job $SLURM_JOB_ID: $stage saved and stopped ($why)"
     # SIGTERM is scancel's, which wants no requeue, or a preemption's, which requeues by itself.
     if [[ $why != SIGTERM ]]; then scontrol requeue "$SLURM_JOB_ID" || true; fi

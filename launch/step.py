@@ -13,6 +13,7 @@ from pivotrl import cli, stage_state
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
 from pivotrl.stages import STAGES
+from pivotrl.stopping import EXIT_STOPPED, leave_failure
 
 
 def rank_from_slurm() -> None:
@@ -55,7 +56,10 @@ def main() -> int:
         if first:
             print(f"{stage}: done before, skipped", flush=True)
         return 0
-    return cli.main([stage, *overrides])
+    code = cli.main([stage, *overrides])
+    if code not in (0, EXIT_STOPPED):
+        leave_failure(code)
+    return code
 
 
 if __name__ == "__main__":

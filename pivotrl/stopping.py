@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pivotrl.config import Checkpoint
@@ -153,6 +153,14 @@ def _on_signal(number: int, frame: Any) -> None:
         _why = name
         if not _holds:
             raise Stopped(name)
+
+
+def leave_failure(code: int) -> None:
+    """Tell the launcher with which code the first process failed, before it stops the others, which then say 75."""
+    path = os.environ.get(STOP_FILE)
+    if path:
+        with suppress(FileExistsError), open(path + ".failed", "x", encoding="utf-8") as file:
+            file.write(f"{code}\n")
 
 
 def leave_note(why: str) -> None:

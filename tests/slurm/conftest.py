@@ -46,6 +46,7 @@ class Slurm:
                 assert code
                 return int(code[1]) or int(code[2])
             time.sleep(0.3)
+        self.call("scancel", job)  # those that wait for it go with it, and the next test finds free nodes
         raise AssertionError(f"job {job} did not end in {seconds} s")
 
 

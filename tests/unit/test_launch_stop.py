@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 SRUN = """#!/bin/bash
 case "$*" in
   *node_check*) exit 0 ;;
-  *) echo "end=$SLURM_JOB_END_TIME"; [ -n "$WHY" ] && echo "$WHY" > "$PIVOTRL_STOP_FILE"; exit "$CODE" ;;
+  *) echo "end=$SLURM_JOB_END_TIME"; [ -n "$WHY" ] && echo "$WHY" > "$PIVOTRL_STOP_FILE"
+     [ -n "$FAILED" ] && echo "$FAILED" > "$PIVOTRL_STOP_FILE.failed"; exit "$CODE" ;;
 esac
 """
 SCONTROL = """#!/bin/bash
@@ -38,6 +39,8 @@ def tool(folder: Path, name: str, text: str) -> None:
         ("SIGUSR1", 143, 75, True),  # srun's code, where it ended the slower processes
         ("the deadline", 75, 75, True),
         ("SIGTERM", 75, 75, False),
+        ("SIGTERM", 137, 137, False),  # a process was killed, and srun stopped the others
+        ("SIGTERM failed 1", 75, 1, False),  # a process crashed, and srun stopped the others
         ("", 1, 1, False),
         ("", 0, 0, False),
     ],
@@ -50,7 +53,14 @@ def test_job_queues_itself_again(tmp_path: Path, why: str, code: int, wanted: in
     settings = f"stages=(train); python=python; run_dir={tmp_path}; srun_flags=(); container=(); gpus_per_node=0"
     command = ["bash", "-c", f"{settings}; check_seconds=5; source {ROOT / 'launch' / 'job.sh'}"]
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "1"}
-    more = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WHY": why, "CODE": str(code), "LOG": str(log), "TZ": "UTC"}
+    more = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "WHY": why.split(" failed ")[0],
+        "CODE": str(code),
+        "LOG": str(log),
+        "TZ": "UTC",
+    }
+    more["FAILED"] = why.partition(" failed ")[2]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     done = subprocess.run(command, env={**kept, **slurm, **more}, capture_output=True, text=True, check=False)
     assert done.returncode == wanted, done.stderr
