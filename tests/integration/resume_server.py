@@ -32,6 +32,7 @@ import pivotrl.training.grpo  # noqa: E402
 import pivotrl.training.sft  # noqa: E402
 from pivotrl import cli, state_folder  # noqa: E402
 from pivotrl.configuration import load_config  # noqa: E402
+from pivotrl.generation.base import StatefulEngine  # noqa: E402
 from pivotrl.generation.engine import Completion, Sampling  # noqa: E402
 from pivotrl.policy import state_files  # noqa: E402
 from pivotrl.policy.policy import MegatronPolicy  # noqa: E402
@@ -41,15 +42,17 @@ from pivotrl.state_folder import StateFolder  # noqa: E402
 from pivotrl.training import state_writer  # noqa: E402
 
 
-class DrawingEngine:
+class DrawingEngine(StatefulEngine):
     """Completions drawn from python's, numpy's and torch's global generators; log-probs depend on the weights."""
 
     def __init__(self, stop: int) -> None:
-        self.weight_version, self.stop, self.digest = 0, stop, "start"
+        super().__init__()
+        self.stop, self.digest = stop, "start"
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
     ) -> list[list[Completion]]:
+        self._state.require_generate()
         event("generate")
         return [[self._one(prompt, k, seed) for k in range(n)] for prompt, seed in zip(prompts, seeds, strict=True)]
 
@@ -59,15 +62,22 @@ class DrawingEngine:
         noise = hashlib.sha256(f"{self.digest}{ids}".encode()).digest()
         return Completion(ids, tuple(-(1 + noise[i]) / 256 for i in range(len(ids))), "stop", self.weight_version)
 
-    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-0.5] * len(row) for row in continuations]
+
+    def _sleep(self, discard_weights: bool) -> None: ...
+
+    def _wake(self) -> None: ...
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         event("refit")
         hasher = hashlib.sha256()
         for name, tensor in weights:
             hasher.update(name.encode())
             hasher.update(tensor.detach().numpy().tobytes())
-        self.digest, self.weight_version = hasher.hexdigest(), version
+        self.digest = hasher.hexdigest()
 
-    def close(self) -> None: ...
+    def _close(self) -> None: ...
 
 
 @contextmanager
