@@ -145,6 +145,16 @@ class Optimizer:
 
 
 @dataclass
+class Reprofile:
+    """While training: profile again with the policy of that moment, and go on with the pivots that it has."""
+
+    every_steps: int | None = None  # after so many steps on one set of pivots; None: not by steps
+    below_mixed: float | None = None  # when the share of mixed groups, over `window` steps, is lower; None: not by it
+    window: int = 10  # steps on the present pivots at least; the share is the mean over the last of them
+    turns: int | None = None  # a new draw of this many profiled turns, kept and discarded alike; None: all
+
+
+@dataclass
 class Algorithm:
     steps: int = 20
     pivots_per_step: int = 8  # B
@@ -159,6 +169,10 @@ class Algorithm:
         False  # rollouts cut at sampling.max_new_tokens carry no loss; their reward stays in the group
     )
     drop_uniform_groups: bool = False  # groups of equal rewards leave the denominator and the KL term as well
+    # Which pivots. Dynamic sampling (DAPO): pivots whose group has equal rewards are replaced by the next ones, in at
+    # most so many further submissions a step, and their groups leave the batch. 0: off
+    dynamic_sampling: int = 0
+    reprofile: Reprofile = field(default_factory=Reprofile)
     # Loss. "clip" (PPO's clipped surrogate) | "cispo" (clipped weight, no gradient cut) | "dpo" (pairs of a group)
     loss: str = "clip"
     ratio: str = "token"  # "token" | "sequence" (product over the action, eq. 7 as printed) | "geometric" (GSPO)

@@ -150,6 +150,7 @@ def conflicts(
         )
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
+        found += algorithm_checks.reprofile_conflicts(cfg.algorithm, world)
     if stage == "run" and cfg.profile.shard is not None:
         found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")
     return found + _files(cfg, stages)

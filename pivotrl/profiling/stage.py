@@ -126,17 +126,22 @@ def _nothing(turns: int, reasons: dict[str, int], directory: Path) -> UserError:
     )
 
 
-def profile_into(directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller) -> dict[str, Any]:
-    """Make (or complete) rollouts of `states` and their statistics in `directory`; returns the summary's figures."""
+def profile_into(
+    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, bars: bool = True
+) -> dict[str, Any]:
+    """Make (or complete) rollouts of `states` and their statistics in `directory`; returns the summary's figures.
+
+    `bars=False` where another progress bar is on the screen.
+    """
     profile, adaptive = cfg.profile, cfg.profile.adaptive
     k, in_flight = profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
     log = CostLog(directory / "cost.jsonl")
     told: dict[str, Any] = {}
     if adaptive.enabled:
-        store, told["adaptive"] = _adaptive(directory, states, cfg, get_roller, log)
+        store, told["adaptive"] = _adaptive(directory, states, cfg, get_roller, log, bars)
     else:
         store = RolloutStore(directory / "rollouts.jsonl", k)
-        with progress(len(states), "profile", done=len(store)) as bar:
+        with progress(len(states), "profile", done=len(store), enabled=bars) as bar:
 
             def advance(chunk: Sequence[State], cost: Cost) -> None:
                 log.add("profile", cost)
@@ -154,14 +159,15 @@ def profile_into(directory: Path, states: Sequence[State], cfg: Config, get_roll
 
 
 def _adaptive(
-    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog
+    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog, bars: bool
 ) -> tuple[RolloutStore, dict[str, Any]]:
     """Calibration turns first (unless a histogram is given), then rounds for the undecided."""
     a, k, in_flight = cfg.profile.adaptive, cfg.profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
     full = [] if a.histogram else calibration_draw(states, a.calibration_turns, cfg.seed)
     full_ids = {s.turn.id for s in full}
     store = RolloutStore(directory / "rollouts.jsonl", adaptive_sizes(full_ids, k, a.round))
-    with progress(len(states) * k, "profile", done=sum(map(store.count, store)), unit="rollout") as bar:
+    done = sum(map(store.count, store))
+    with progress(len(states) * k, "profile", done=done, unit="rollout", enabled=bars) as bar:
 
         def advance(chunk: Sequence[State], cost: Cost) -> None:
             log.add("profile", cost)

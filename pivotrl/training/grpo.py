@@ -15,7 +15,7 @@ from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, read_json, read_jsonl, write_json
-from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
+from pivotrl.local_rollouts import LocalRoller, State, render_states
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.profiling.fingerprint import require_same
 from pivotrl.profiling.profiler import draw_turns
@@ -28,7 +28,7 @@ from pivotrl.training.batch import Batch, Scored, make_batch
 from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
 from pivotrl.training.nonfinite import NonFiniteSteps
-from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.pivot_source import PivotSource, keep_mixed
 from pivotrl.training.update import needs_reference, optimizer_steps, update
 
 GATE_ROLLOUTS = 16  # of the first batch; enough to see a wrong temperature, position or weight
@@ -85,7 +85,6 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     directory, a = run_dir / "train", cfg.algorithm
     bench = Workbench.build(cfg, run_dir)
     states = load_pivots(cfg, run_dir, bench)
-    sampler = EpochSampler(states, a.pivots_per_step, cfg.seed)
     policy = MegatronPolicy.load(
         bench.start_policy,
         cfg.parallel,
@@ -103,27 +102,30 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=0) as tracker,
         progress(a.steps, "train") as bar,
     ):
-        roller = LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling)
+        source = PivotSource(states, LocalRoller(engine, bench.renderer, bench.verifier, bench.sampling), cfg, run_dir)
+        source.restore(None, step=0)
         version = engine.weight_version  # of updates: a step that changes no weights is not followed by a refit
         for step in range(a.steps):
             clock = time.monotonic()
-            drawn = sampler.draw(step)
-            seeds = [seed_for(cfg.seed, "train", step, slot) for slot in range(len(drawn))]
-            groups = roller.groups(drawn, a.group_size, seeds)
+            metrics: dict[str, float] = source.renew(step)
+            generating = time.monotonic()
+            drawn, groups = source.sample(step)
             check_weight_version(groups, version)
             used = _record(directory, step, groups)
             spent += used
-            metrics = {"seconds_generate": time.monotonic() - clock}
+            metrics["seconds_generate"] = time.monotonic() - generating
             batch = make_batch(drawn, groups, a)
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = open_gate(policy, batch.rollouts, cfg, "before the first step").mean
+            if a.dynamic_sampling:
+                batch = keep_mixed(batch, len(groups))
             stats, version = _step(policy, engine, batch, cfg, step, nonfinite, version)
             metrics |= batch.metrics | stats | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
             tracker.log(step, metrics)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
-    return _finish(directory, cfg, len(states), spent, time.monotonic() - started)
+    return _finish(directory, cfg, source, spent, time.monotonic() - started)
 
 
 def _step(
@@ -159,14 +161,15 @@ def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> 
     return TokenCounts.of(rollouts)
 
 
-def _finish(directory: Path, cfg: Config, pivots: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
+def _finish(directory: Path, cfg: Config, source: PivotSource, spent: TokenCounts, seconds: float) -> dict[str, Any]:
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
     summary = {
         "steps": cfg.algorithm.steps,
-        "pivots": pivots,
+        "pivots": source.pivots,
         "rollouts": spent.rollouts,
         "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
+        "engine": source.costs(),
         "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
         "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
         "checkpoint": str(directory / "checkpoint"),
