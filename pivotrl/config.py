@@ -111,6 +111,9 @@ class Profile:
     rollouts_per_turn: int = 8  # K
     max_turns: int | None = None  # profile at most this many turns (an even draw over trajectories); None: all
     second_rollouts: int = 0  # independent ones of every mixed turn: unbiased means of what is selected (0: off)
+    # No rollouts: the pass rates that rows of NeMo-Gym pivot sets carry. They are of another policy, so `train` then
+    # needs algorithm.allow_foreign_profile.
+    from_rows: bool = False
     shard: str | None = None  # "i/n": the i-th (from 0) of n parts, for array jobs; "merge": join them
     adaptive: Adaptive = field(default_factory=Adaptive)
 
@@ -120,6 +123,9 @@ class Select:
     set: str = "adv"  # "cand" | "mixed" | "adv" | "adv_zeros" (method.md 1.2)
     lambda_diff: float = 0.6
     allow_empty: bool = False
+    domains: list[str] = field(default_factory=list)  # only turns of these; empty: of any
+    tags: list[str] = field(default_factory=list)  # only turns with one of these (`trajectories.flags`, pivot_tags)
+    drop_tags: list[str] = field(default_factory=list)  # no turn with any of these
     # Narrowing, in this order; all off by default.
     min_unique_actions: int = 1  # of a turn's rollouts; 1: any
     deduplicate: bool = False  # of turns with equal state, tools and demonstration keep one

@@ -20,7 +20,7 @@ from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl, write_json
 from pivotrl.profiling import theory
-from pivotrl.profiling.choose import Candidates, choose, is_narrowed
+from pivotrl.profiling.choose import Candidates, Terms, choose, is_narrowed
 
 Row = dict[str, Any]
 GROUP_SIZES = (2, 4, 8, 16)  # for which the expected share of informative groups is told
@@ -179,7 +179,7 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
     lines: array[int] = array("q")
     dropped: dict[str, int] = {}
     members: dict[tuple[int, int], bool] = {}  # of the set: a turn of binary rewards is decided by its counts
-    few = 0
+    few, terms = 0, Terms(options)
     for line, raw in _lines(profile):
         row = json.loads(raw)
         # Rows of older profiles name no split: they are of the train split, the only one that was ever profiled.
@@ -187,6 +187,7 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
             raise UserError(f"{profile}:{line + 1}: turn of split {row['split']!r}; pivots come from train alone")
         counts = binary_counts(row)
         tally.add(row, counts)
+        wanted = terms.admit(row, f"{profile}:{line + 1}")
         member = members.get(counts) if counts else None
         if member is None:
             member = SETS[options.set](row, options.lambda_diff)
@@ -194,19 +195,33 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
                 members[counts] = member
         if not member:
             continue
-        if options.min_unique_actions > 1 and row["unique_actions"] < options.min_unique_actions:
+        if not wanted:
+            terms.dropped += 1
+        elif (
+            options.min_unique_actions > 1
+            and _unique_actions(row, f"{profile}:{line + 1}") < options.min_unique_actions
+        ):
             few += 1
         elif narrowed:
             candidates.add(line, row)
         else:
             lines.append(line)
     tally.finish()
+    terms.finish(profile)
     if narrowed:
         chosen, dropped = choose(candidates.rows, options)
         lines = array("q", sorted(c.line for c in chosen))
     if options.min_unique_actions > 1:
         dropped = {"few_unique_actions": few, **dropped}
+    if terms.active:
+        dropped = {"other_domain_or_tag": terms.dropped, **dropped}
     return tally, lines, dropped
+
+
+def _unique_actions(row: Row, place: str) -> int:
+    if (count := row.get("unique_actions")) is None:
+        raise UserError(f"{place}: this profile does not tell unique actions; use select.min_unique_actions=1")
+    return int(count)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -27,6 +27,7 @@ from pivotrl.profiling.profiler import (
     profile_in_rounds,
     profile_states,
 )
+from pivotrl.profiling.recorded import profile_from_rows
 from pivotrl.profiling.shards import Shard, check_shards, find_shards, join_files, parse_shard, turns_of
 from pivotrl.profiling.statistics import turn_row
 from pivotrl.profiling.store import RolloutStore
@@ -75,7 +76,8 @@ def _set_aside_foreign(directory: Path, record: dict[str, Any], cfg: Config) -> 
 
 
 def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Profile the train split, or one shard of it, with the start policy; or merge shards (`profile.shard=merge`).
+    """Profile the train split, or one shard of it, with the start policy; or merge shards (`profile.shard=merge`); or
+    take the pass rates that the rows carry (`profile.from_rows`).
 
     Interrupted at any instant, it continues where it stopped. Raises UserError when no turn can be profiled, after
     writing the audit file, and for shards that do not make one profile.
@@ -83,6 +85,8 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     shard = parse_shard(cfg.profile.shard)
     if shard == "merge":
         return merge(run_dir / "profile")
+    if cfg.profile.from_rows:
+        return profile_from_rows(cfg, run_dir)
     started = time.monotonic()
     directory = run_dir / "profile" / (shard.folder if isinstance(shard, Shard) else "")
     bench = Workbench.build(cfg, run_dir)

@@ -120,9 +120,10 @@ class Reprofiler:
         )
         if skipped or len(states) != len(ids):
             names = sorted(ids - {s.turn.id for s in states})
+            path = self.run_dir / "turns" / "turns.jsonl"
             raise UserError(
-                f"{self.run_dir / 'turns' / 'turns.jsonl'}: {len(names)} turns that were profiled are not there, or are "
-                f"skipped now ({names[0]}); turns and profile are of two runs, so run `pivotrl profile` again"
+                f"{path}: {len(names)} turns that were profiled are not there, or are skipped now ({names[0]}); turns "
+                "and profile are of two runs, so run `pivotrl profile` again"
             )
         return states
 

@@ -101,5 +101,7 @@ def make(run_dir: Path, made: list[Turn], in_flight: int = 6, **profile: Any) ->
     """Write the turns; returns the configuration of a profile of 8 rollouts a turn, a few turns in flight."""
     write_jsonl(run_dir / "turns" / "turns.jsonl", (t.to_json() for t in made))
     rendering = Rendering(workers=1, cache=False)  # other processes would need a real tokenizer
-    cfg = Config(run_dir=str(run_dir), seed=3, rendering=rendering, profile=Profile(**{"rollouts_per_turn": 8, **profile}))
+    cfg = Config(
+        run_dir=str(run_dir), seed=3, rendering=rendering, profile=Profile(**{"rollouts_per_turn": 8, **profile})
+    )
     return replace(cfg, generation=replace(cfg.generation, max_sequences=in_flight))

@@ -164,6 +164,49 @@ def test_most_signal_first_or_at_random(tmp_path: Path):
     assert drawn == pivots(tmp_path, many, max_pivots=40, rank="random")[0]
 
 
+TAGGED = [{**r, "tags": tags} for r, tags in zip(ROWS, [["last"], [], ["P1"], ["P1", "last"], [], []], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "dropped"),
+    [
+        ({"domains": ["b"]}, ["b1#0", "b1#1"], 3),
+        ({"domains": ["a", "b"]}, ["a1#0", "a1#1", "a1#2", "b1#0", "b1#1"], 0),
+        ({"tags": ["P1"]}, ["a1#2", "b1#0"], 3),
+        ({"tags": ["P1", "last"]}, ["a1#0", "a1#2", "b1#0"], 2),
+        ({"drop_tags": ["last"]}, ["a1#1", "a1#2", "b1#1"], 2),
+        ({"tags": ["P1"], "drop_tags": ["last"], "domains": ["a"]}, ["a1#2"], 4),
+        ({"drop_tags": ["run_failed"]}, ["a1#0", "a1#1", "a1#2", "b1#0", "b1#1"], 0),  # a known flag, none has it
+    ],
+)
+def test_by_domain_and_tag(tmp_path: Path, options: dict[str, Any], kept: list[str], dropped: int):
+    found, summary = pivots(tmp_path, TAGGED, **options)
+    assert found == kept
+    assert summary["dropped"] == {"other_domain_or_tag": dropped}
+    assert summary["counts"]["adv"] == 5  # what the profile has, whatever is asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"domains": ["a", "retial"]}, "has retial; its domains are: a, b"),
+        ({"tags": ["P7"]}, "has P7; its tags are: P1, last"),
+        ({"drop_tags": ["lst"]}, "has lst"),
+    ],
+)
+def test_names_that_no_turn_has_are_told(tmp_path: Path, options: dict[str, Any], told: str):
+    with pytest.raises(UserError, match=told):
+        pivots(tmp_path, TAGGED, **options)
+
+
+def test_tags_and_unique_actions_must_be_in_the_profile(tmp_path: Path):
+    with pytest.raises(UserError, match=r"turns.jsonl:1: no tags"):
+        pivots(tmp_path, ROWS, tags=["last"])
+    bare = [{k: v for k, v in r.items() if k != "unique_actions"} for r in ROWS]
+    with pytest.raises(UserError, match=r"turns.jsonl:1: this profile does not tell unique actions"):
+        pivots(tmp_path, bare, min_unique_actions=2)
+
+
 def test_a_held_out_turn_in_the_profile_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"turns.jsonl:2: turn of split 'validation'"):
         pivots(tmp_path, [ROWS[0], {**ROWS[1], "split": "validation"}])
