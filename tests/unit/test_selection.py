@@ -217,15 +217,19 @@ def test_what_each_lambda_would_keep_and_the_expected_share_of_mixed_groups(tmp_
     # means 1/4, 1/2, 1/4, 1/2, 1/3; mean < 0.5 is strict
     assert summary["adv_by_lambda"]["0.3"] == 2
     assert [summary["adv_by_lambda"][k] for k in ("0.2", "0.4", "0.5", "0.6", "1")] == [0, 3, 3, 5, 5]
+    zeros = pivots(tmp_path, [*ROWS, row([0, 0, 0, 0], "b1#3")])[1]["adv_zeros_by_lambda"]
+    assert [zeros[k] for k in ("0.1", "0.3", "0.6", "1")] == [1, 3, 6, 6]
     assert summary["informative_share"]["4"] == pytest.approx(4 / 5)  # of the five turns with four scored rollouts
     assert summary["informative_share"]["2"] == pytest.approx((3 * 2 / 3 + 2 * 1 / 2) / 6)
     assert "8" not in summary["informative_share"]
 
 
 def test_unbiased_mean_comes_from_the_second_profile(tmp_path: Path):
-    write_jsonl(tmp_path / "profile" / "second_turns.jsonl", [{"turn_id": "a1#0", "mean": 0.75}])
+    second = [{"turn_id": "a1#0", "mean": 0.75, "rewards": [1, 1, 1, 0]}, {"turn_id": "b1#2", "rewards": [1, 0]}]
+    write_jsonl(tmp_path / "profile" / "second_turns.jsonl", [{"mean": 0.5, **row} for row in second])
     summary = pivots(tmp_path, ROWS[:1])[1]
     assert (summary["kept_mean"], summary["kept_mean_second_profile"]) == (0.25, 0.75)
+    assert summary["kept_informative_share_second_profile"] == {"2": pytest.approx(0.5), "4": 1.0}
 
 
 @given(
