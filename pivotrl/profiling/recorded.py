@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pivotrl.config import Config
 from pivotrl.errors import UserError
@@ -54,11 +54,11 @@ def rewards_of(row: JsonDict) -> list[float]:
     raise RateError("no_pass_rate", "neither pass_rate_total nor rewards")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -130,7 +130,7 @@ def _informative(select: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _line(data: RunData, row: JsonDict) -> JsonDict:
-    reasons = data.reasons.get(row["turn_id"], {})
+    reasons: Mapping[str, int] = data.reasons.get(row["turn_id"], {})
     return {
         "id": row["turn_id"],
         "depth": row.get("depth"),

@@ -21,6 +21,7 @@ from pivotrl.tracking.charts import (
     line_chart,
     scatter,
     stacked_bar,
+    strip,
     ticks,
 )
 
@@ -98,7 +99,7 @@ def test_labels_are_short(value: float, text: str) -> None:
 
 
 def test_strip_shares_its_width() -> None:
-    text = charts.strip([("a<", 1, "#000"), ("none", 0, "#111"), ("b", 3, "#222")], width=100)
+    text = strip([("a<", 1, "#000"), ("none", 0, "#111"), ("b", 3, "#222")], width=100)
     assert [float(w) for w in re.findall(r'<rect x="[\d.]+" y="0" width="([\d.]+)"', text)] == [24, 74]
     assert "<title>a&lt;: 1</title>" in text and "none: 0</title>" not in text
-    assert "<rect" not in charts.strip([("a", 0, "#000")])
+    assert "<rect" not in strip([("a", 0, "#000")])

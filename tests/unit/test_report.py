@@ -365,4 +365,4 @@ def test_the_ledger_has_a_line_for_profiling_again(tmp_path: Path) -> None:
     write_json(tmp_path / "train" / "summary.json", {**summary, "engine": {"train": again, "reprofile": again}})
     text = report.render(report_data.load(tmp_path))
     assert cells(text, "train, profiling again")[1:5] == ["320", "9\u202f000", "8\u202f000", "7\u202f000"]
-    assert cells(text, "total")[1] == "2\u202f560"  # 960 + 1280 + 320
+    assert "<td>2\u202f560</td>" in text  # 960 + 1280 + 320
