@@ -99,7 +99,7 @@ class Adaptive:
     """Sequential profiling: turns whose verdict is near certain get no more rollouts."""
 
     enabled: bool = False
-    error: float = 0.05  # expected share of turns that all K rollouts would have decided otherwise
+    error: float = 0.05  # 1 - agreement of the kept set with that of all K rollouts (errors over the sets' mean size)
     round: int = 2  # rollouts of an undecided turn at a time
     lambda_diff: float = 0.6  # decides membership of D_adv; keep it equal to select.lambda_diff
     calibration_turns: int = 128  # get all K rollouts; from them the test learns how turns are distributed

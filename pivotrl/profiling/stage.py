@@ -184,9 +184,7 @@ def _adaptive(
         profile_in_rounds(rest, get_roller, store, plan, max(1, in_flight // a.round), cfg.seed, advance)
     return store, {
         "histogram": histogram,
-        "expected_error": plan.expected_error,
-        "error_bound": plan.error_bound,
-        "expected_rollouts": plan.expected_rollouts,
+        **{k: v for k, v in asdict(plan).items() if k.startswith(("expected_", "agreement_"))},
     }
 
 
