@@ -24,7 +24,7 @@ from benchmarks.common import Comparison, parser, show
 
 BLOCK = 16  # tokens of a block of vLLM's cache
 BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2  # of SmolLM2-135M: keys and values, layers, KV heads, their size, bfloat16
-NEW, SAMPLES = 16, 2
+NEW, SAMPLES = 16, 2  # of the real run
 
 
 def computed(prompts: Sequence[Sequence[int]], capacity: int) -> int:
@@ -112,6 +112,7 @@ def run_engines(renderer: Any, states: list[Any]) -> dict[str, float]:
         max_model_len=8192,
         max_num_seqs=16,
         enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**30,
         use_tqdm_on_load=False,
     )
     shuffled = random.Random(0).sample(states, len(states))
