@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pivotrl.config import Config, Select
+from pivotrl.config import Adaptive, Config, Select
 from pivotrl.generation.engine import Completion
 from pivotrl.io import read_jsonl, write_jsonl
 from pivotrl.profiling.adaptive import Plan, is_kept, make_plan
@@ -67,10 +67,10 @@ def simulate(rate: Rate, turns: int, k: int, draw: random.Random) -> tuple[list[
     return first, second
 
 
-def adaptive_against_fixed(rewards: list[list[float]], k: int, calibration: int, step: int = 1) -> dict[str, float]:
+def adaptive_against_fixed(rewards: list[list[float]], k: int, calibration: int) -> dict[str, float]:
     """Of turns with all K rewards each: what the adaptive profile would have sampled, and which turns it keeps."""
     counts = Counter(int(sum(r)) for r in rewards[:calibration])
-    plan = make_plan([counts[j] for j in range(k + 1)], step, LAMBDA, 0.05)
+    plan = make_plan([counts[j] for j in range(k + 1)], Adaptive().round, LAMBDA, 0.05)
     seen = rewards[:calibration] + [_play(plan, r) for r in rewards[calibration:]]
     fixed, early = ([_kept(r) for r in profile] for profile in (rewards, seen))
     return {
@@ -96,7 +96,12 @@ def simulated(rate: Rate, turns: int, k: int, seeds: int) -> dict[str, float]:
     for seed in range(seeds):
         first, second = simulate(rate, turns, k, random.Random(seed))
         two = agreement([_kept(r) for r in first], [_kept(r) for r in second])
-        runs.append({**adaptive_against_fixed(first, k, 256), "agreement_of_two_fixed": two["agreement"]})
+        runs.append(
+            {
+                **adaptive_against_fixed(first, k, Adaptive().calibration_turns),
+                "agreement_of_two_fixed": two["agreement"],
+            }
+        )
     mean = {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
     mean["least_agreement"] = min(run["agreement"] for run in runs)
     many = Counter(int(sum(r)) for r in simulate(rate, 100_000, k, random.Random(99))[0])
@@ -113,7 +118,7 @@ def replay(run_dir: Path) -> dict[str, float]:
     runs = []
     for seed in range(20):
         random.Random(seed).shuffle(rewards)
-        runs.append(adaptive_against_fixed(rewards, k, min(128, len(rewards) // 2)))
+        runs.append(adaptive_against_fixed(rewards, k, min(Adaptive().calibration_turns, len(rewards) // 2)))
     return {"turns": len(rewards), "k": k} | {name: sum(r[name] for r in runs) / len(runs) for name in runs[0]}
 
 

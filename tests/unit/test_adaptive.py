@@ -164,7 +164,7 @@ def test_an_adaptive_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     use(monkeypatch, tmp_path)
     made = turns(120, seed=2)
     fixed = run_profile(make(tmp_path / "fixed", made), tmp_path / "fixed")
-    options = Adaptive(enabled=True, calibration_turns=60, error=0.05)
+    options = Adaptive(enabled=True, round=2, calibration_turns=60, error=0.05)
     cfg = make(tmp_path / "adaptive", made, adaptive=options)
     summary = run_profile(cfg, tmp_path / "adaptive")
     assert summary["turns"] == fixed["turns"]
