@@ -1,9 +1,13 @@
-"""Profiling without an engine: adaptive against fixed K on simulated turns, and the bookkeeping of many turns.
+"""Profiling: adaptive against fixed K, the bookkeeping of many turns, and prompts in the order of the prompt trie.
 
-    python -m benchmarks.profiling [--turns 5000] [--select-turns 100000] [--json]
+    python -m benchmarks.profiling [--turns 5000] [--select-turns 100000] [--replay RUN_DIR] [--json]
+    python -m benchmarks.profiling_prefix [--data FILE] [--engine 3]
 
-(b) Adaptive: turns with known success rates, two kinds. Both profiles see the same rollouts, the adaptive one fewer of
-    them. Agreement is over all turns; beside it the kept set alone, and how far two fixed profiles agree.
+(a) The second command: prompt tokens that an engine computes for 24 real trajectories, and a short real run.
+(b) Adaptive: turns with known success rates, of three kinds, and with --replay those of a real profile. Both profiles
+    see the same rollouts, the adaptive one fewer of them. Agreement is of the kept sets (profiling/adaptive.py); beside
+    it the best that any stopping rule could do that knew the success rates' distribution, and how far two fixed
+    profiles agree.
 (c) Bookkeeping: rollouts and statistics of synthetic turns through the store, a resume, and `select` without and with
     limits.
     Targets: selection of 1,000,000 turns in 60 s, memory that does not grow with rollouts.
@@ -18,12 +22,12 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pivotrl.config import Config, Select
+from pivotrl.config import Adaptive, Config, Select
 from pivotrl.generation.engine import Completion
 from pivotrl.io import read_jsonl, write_jsonl
 from pivotrl.profiling.adaptive import Plan, is_kept, make_plan
@@ -38,8 +42,16 @@ LAMBDA = 0.6
 MOST_TRACED_TURNS = 20_000  # tracing memory slows everything down by much
 
 
-def spiked(draw: random.Random) -> float:
-    """Two thirds of the turns can teach nothing, as the paper reports (71 % gave no signal); the rest are uniform."""
+Rate = Callable[[random.Random], float]
+
+
+def public(draw: random.Random) -> float:
+    """71 % without signal, as in the paper; of those of mean <= 0.6, 44.7 % all wrong, as in the public set."""
+    return draw.choices([0.0, 1.0, draw.random()], [0.13, 0.55, 0.32])[0]
+
+
+def hopeless(draw: random.Random) -> float:
+    """The same share without signal, most of it all wrong: a policy that is too weak for most turns."""
     return draw.choices([0.0, 1.0, draw.random()], [0.42, 0.26, 0.32])[0]
 
 
@@ -48,25 +60,66 @@ def u_shaped(draw: random.Random) -> float:
     return draw.betavariate(0.25, 0.35)
 
 
-def adaptive_against_fixed(rate: Any, turns: int, k: int, seed: int) -> dict[str, float]:
-    draw = random.Random(seed)
+def simulate(rate: Rate, turns: int, k: int, draw: random.Random) -> tuple[list[list[float]], list[list[float]]]:
+    """Two independent profiles of the same turns."""
     rates = [rate(draw) for _ in range(turns)]
     first, second = ([[float(draw.random() < p) for _ in range(k)] for p in rates] for _ in range(2))
-    calibration = 256
-    counts = Counter(int(sum(rewards)) for rewards in first[:calibration])
-    plan = make_plan([counts[j] for j in range(k + 1)], 2, LAMBDA, 0.05)
-    seen = first[:calibration] + [_play(plan, rewards) for rewards in first[calibration:]]
-    fixed, again, early = ([_kept(r) for r in profile] for profile in (first, second, seen))
-    both = sum(a and b for a, b in zip(fixed, early, strict=True))
+    return first, second
+
+
+def adaptive_against_fixed(rewards: list[list[float]], k: int, calibration: int) -> dict[str, float]:
+    """Of turns with all K rewards each: what the adaptive profile would have sampled, and which turns it keeps."""
+    counts = Counter(int(sum(r)) for r in rewards[:calibration])
+    plan = make_plan([counts[j] for j in range(k + 1)], Adaptive().round, LAMBDA, 0.05)
+    seen = rewards[:calibration] + [_play(plan, r) for r in rewards[calibration:]]
+    fixed, early = ([_kept(r) for r in profile] for profile in (rewards, seen))
     return {
-        "uninformative_share": 1 - sum(0 < sum(r) < k for r in first) / turns,
-        "fewer_rollouts": k * turns / sum(map(len, seen)),
-        "agreement": _agreement(fixed, early),
-        "agreement_of_two_fixed": _agreement(fixed, again),
-        "kept_recall": both / sum(fixed),
-        "kept_precision": both / sum(early),
-        "kept_recall_of_two_fixed": sum(a and b for a, b in zip(fixed, again, strict=True)) / sum(fixed),
+        "uninformative_share": 1 - sum(0 < sum(r) < k for r in rewards) / len(rewards),
+        "fewer_rollouts": k * len(rewards) / sum(map(len, seen)),
+        **agreement(fixed, early),
+        "agreement_promised": plan.agreement_bound,
+        "agreement_over_all_turns": sum(a == b for a, b in zip(fixed, early, strict=True)) / len(fixed),
     }
+
+
+def agreement(fixed: list[bool], other: list[bool]) -> dict[str, float]:
+    both = sum(a and b for a, b in zip(fixed, other, strict=True))
+    return {
+        "agreement": 2 * both / (sum(fixed) + sum(other)),
+        "lost": 1 - both / sum(fixed),
+        "foreign": 1 - both / sum(other),
+    }
+
+
+def simulated(rate: Rate, turns: int, k: int, seeds: int) -> dict[str, float]:
+    runs = []
+    for seed in range(seeds):
+        first, second = simulate(rate, turns, k, random.Random(seed))
+        two = agreement([_kept(r) for r in first], [_kept(r) for r in second])
+        runs.append(
+            {
+                **adaptive_against_fixed(first, k, Adaptive().calibration_turns),
+                "agreement_of_two_fixed": two["agreement"],
+            }
+        )
+    mean = {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
+    mean["least_agreement"] = min(run["agreement"] for run in runs)
+    many = Counter(int(sum(r)) for r in simulate(rate, 100_000, k, random.Random(99))[0])
+    known = make_plan([1e3 * many[j] for j in range(k + 1)], 1, LAMBDA, 0.05)
+    mean["fewer_rollouts_at_best"] = k / known.expected_rollouts  # nothing calibrated, the distribution known
+    return mean
+
+
+def replay(run_dir: Path) -> dict[str, float]:
+    """A real profile of fixed K; half of its turns calibrate, in an order that tells nothing."""
+    rows = [row["rewards"] for row in read_jsonl(run_dir / "profile" / "turns.jsonl")]
+    k = max(map(len, rows))
+    rewards = [r for r in rows if len(r) == k and set(r) <= {0.0, 1.0}]
+    runs = []
+    for seed in range(20):
+        random.Random(seed).shuffle(rewards)
+        runs.append(adaptive_against_fixed(rewards, k, min(Adaptive().calibration_turns, len(rewards) // 2)))
+    return {"turns": len(rewards), "k": k} | {name: sum(r[name] for r in runs) / len(runs) for name in runs[0]}
 
 
 def _play(plan: Plan, rewards: list[float]) -> list[float]:
@@ -80,10 +133,6 @@ def _kept(rewards: list[float]) -> bool:
     return is_kept(int(sum(rewards)), len(rewards), LAMBDA)
 
 
-def _agreement(one: list[bool], other: list[bool]) -> float:
-    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
-
-
 def synthetic(turns: int, k: int) -> Iterator[tuple[Turn, list[Rollout]]]:
     """Turns of eight a trajectory, with rollouts of 24 tokens: the shape of rows, not of prompts."""
     draw = random.Random(0)
@@ -92,7 +141,7 @@ def synthetic(turns: int, k: int) -> Iterator[tuple[Turn, list[Rollout]]]:
         name = f"retail_{i // 8:07d}"
         state = [{"role": "user", "content": f"order {i}"}]
         turn = Turn(f"{name}#{i % 8}", name, name, i % 8, f"domain{i % 3}", "train", state, [], demonstration)
-        p, group = spiked(draw), []
+        p, group = hopeless(draw), []
         for index in range(k):
             right = draw.random() < p
             action = Action("", tool_calls=(ToolCall("get_order", {"order_id": "W1" if right else f"W{index}"}),))
@@ -172,21 +221,25 @@ def memory(path: Path, k: int, folder: Path, selections: dict[str, Select], turn
     return figures
 
 
+def show(title: str, figures: dict[str, float]) -> None:
+    print(f"{title}:\n" + "".join(f"  {name:28} {value:8.3f}\n" for name, value in figures.items()), end="", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5_000, help="synthetic turns whose rollouts are written and read")
     parser.add_argument("--select-turns", type=int, default=100_000, help="turns to select from")
     parser.add_argument("--rollouts", type=int, default=16, help="K")
+    parser.add_argument("--replay", type=Path, help="a run with a profile of fixed K")
     parser.add_argument("--json", action="store_true", help="the figures as JSON on the last line")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
-    for rate in (spiked, u_shaped):
-        runs = [adaptive_against_fixed(rate, 5000, 16, seed) for seed in range(5)]
-        mean = {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
-        mean["least_agreement"] = min(run["agreement"] for run in runs)
-        figures[rate.__name__] = mean
-        print(f"adaptive, {rate.__name__} success rates, K=16, 5 x 5000 turns:")
-        print("".join(f"  {name:28} {value:8.3f}\n" for name, value in mean.items()), end="")
+    for rate in (public, hopeless, u_shaped):
+        figures[rate.__name__] = simulated(rate, 5000, 16, 5)
+        show(f"adaptive, {rate.__name__} success rates, K=16, 5 x 5000 turns", figures[rate.__name__])
+    if arguments.replay:
+        figures["replay"] = replay(arguments.replay)
+        show(f"adaptive, replayed on {arguments.replay}", figures["replay"])
     with tempfile.TemporaryDirectory() as folder:
         found = bookkeeping(arguments.turns, arguments.select_turns, arguments.rollouts, Path(folder))
     measured = {n: arguments.select_turns if n.startswith("select") else arguments.turns for n in found}

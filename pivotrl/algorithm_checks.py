@@ -26,6 +26,9 @@ POSITIVE = (
     "algorithm.importance_cap",
     "algorithm.epochs",
     "algorithm.minibatches",
+    "algorithm.reprofile.every_steps",
+    "algorithm.reprofile.window",
+    "algorithm.reprofile.turns",
 )
 NOT_NEGATIVE = (
     "algorithm.kl_beta",
@@ -33,6 +36,7 @@ NOT_NEGATIVE = (
     "algorithm.reference_every",
     "algorithm.importance_floor",
     "algorithm.importance_sequence_low",
+    "algorithm.dynamic_sampling",
 )
 
 
@@ -41,6 +45,7 @@ def algorithm_conflicts(a: Algorithm) -> Iterator[str]:
     yield from _loss(a)
     yield from _kl(a)
     yield from _importance(a)
+    yield from _pivots(a)
     if a.loss == "dpo":
         yield from _dpo(a)
     if a.invalid_action == "penalty" and a.invalid_advantage >= 0:
@@ -107,6 +112,27 @@ def _importance(a: Algorithm) -> Iterator[str]:
         yield (
             f"algorithm.sequence_mismatch_limit={a.sequence_mismatch_limit} must be above 1 "
             "(the mean of exp|difference|, which is 1 for equal policies)"
+        )
+
+
+def _pivots(a: Algorithm) -> Iterator[str]:
+    r = a.reprofile
+    if r.below_mixed is not None and not 0 < r.below_mixed <= 1:
+        yield f"algorithm.reprofile.below_mixed={r.below_mixed} is a share of groups: it must be in (0, 1]"
+    if r.turns is not None and r.every_steps is None and r.below_mixed is None:
+        yield (
+            f"algorithm.reprofile.turns={r.turns} does nothing without algorithm.reprofile.every_steps or "
+            "algorithm.reprofile.below_mixed"
+        )
+
+
+def reprofile_conflicts(a: Algorithm, world: int) -> Iterator[str]:
+    """What re-profiling asks of the job."""
+    if world > 1 and (a.reprofile.every_steps is not None or a.reprofile.below_mixed is not None):
+        yield (
+            f"algorithm.reprofile: one process keeps the rollouts of a profile, and this job has {world}; profile the "
+            "checkpoint with `pivotrl profile` and train on from it, or switch re-profiling off (every_steps=null "
+            "below_mixed=null)"
         )
 
 

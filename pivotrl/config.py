@@ -104,10 +104,10 @@ class Adaptive:
     """Sequential profiling: turns whose verdict is near certain get no more rollouts."""
 
     enabled: bool = False
-    error: float = 0.05  # expected share of turns that all K rollouts would have decided otherwise
-    round: int = 2  # rollouts of an undecided turn at a time
+    error: float = 0.05  # 1 - agreement of the kept set with that of all K rollouts (errors over the sets' mean size)
+    round: int = 1  # rollouts of an undecided turn at a time; more: fewer submissions, but turns stop later
     lambda_diff: float = 0.6  # decides membership of D_adv; keep it equal to select.lambda_diff
-    calibration_turns: int = 128  # get all K rollouts; from them the test learns how turns are distributed
+    calibration_turns: int = 256  # get all K rollouts; from them the test learns how turns are distributed
     histogram: list[int] = field(default_factory=list)  # of an earlier profile's summary, instead of calibration turns
 
 
@@ -116,6 +116,9 @@ class Profile:
     rollouts_per_turn: int = 8  # K
     max_turns: int | None = None  # profile at most this many turns (an even draw over trajectories); None: all
     second_rollouts: int = 0  # independent ones of every mixed turn: unbiased means of what is selected (0: off)
+    # No rollouts: the pass rates that rows of NeMo-Gym pivot sets carry. They are of another policy, so `train` then
+    # needs algorithm.allow_foreign_profile.
+    from_rows: bool = False
     shard: str | None = None  # "i/n": the i-th (from 0) of n parts, for array jobs; "merge": join them
     adaptive: Adaptive = field(default_factory=Adaptive)
 
@@ -125,6 +128,9 @@ class Select:
     set: str = "adv"  # "cand" | "mixed" | "adv" | "adv_zeros" (method.md 1.2)
     lambda_diff: float = 0.6
     allow_empty: bool = False
+    domains: list[str] = field(default_factory=list)  # only turns of these; empty: of any
+    tags: list[str] = field(default_factory=list)  # only turns with one of these (`trajectories.flags`, pivot_tags)
+    drop_tags: list[str] = field(default_factory=list)  # no turn with any of these
     # Narrowing, in this order; all off by default.
     min_unique_actions: int = 1  # of a turn's rollouts; 1: any
     deduplicate: bool = False  # of turns with equal state, tools and demonstration keep one
@@ -160,6 +166,16 @@ class Optimizer:
 
 
 @dataclass
+class Reprofile:
+    """While training: profile again with the policy of that moment, and go on with the pivots that it has."""
+
+    every_steps: int | None = None  # after so many steps on one set of pivots; None: not by steps
+    below_mixed: float | None = None  # when the share of mixed groups, over `window` steps, is lower; None: not by it
+    window: int = 10  # steps on the present pivots at least; the share is the mean over the last of them
+    turns: int | None = None  # a new draw of this many profiled turns, kept and discarded alike; None: all
+
+
+@dataclass
 class Algorithm:
     steps: int = 20
     pivots_per_step: int = 8  # B
@@ -174,6 +190,10 @@ class Algorithm:
         False  # rollouts cut at sampling.max_new_tokens carry no loss; their reward stays in the group
     )
     drop_uniform_groups: bool = False  # groups of equal rewards leave the denominator and the KL term as well
+    # Which pivots. Dynamic sampling (DAPO): pivots whose group has equal rewards are replaced by the next ones, in at
+    # most so many further submissions a step, and their groups leave the batch. 0: off
+    dynamic_sampling: int = 0
+    reprofile: Reprofile = field(default_factory=Reprofile)
     # Loss. "clip" (PPO's clipped surrogate) | "cispo" (clipped weight, no gradient cut) | "dpo" (pairs of a group)
     loss: str = "clip"
     ratio: str = "token"  # "token" | "sequence" (product over the action, eq. 7 as printed) | "geometric" (GSPO)

@@ -184,6 +184,7 @@ def conflicts(
         )
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
+        found += algorithm_checks.reprofile_conflicts(cfg.algorithm, world)
     refits = [s.name for s in active if s.name in ("train", "evaluate")]
     if cfg.generation.server is not None and refits:
         found.append(
@@ -290,6 +291,13 @@ def _profile(profile: Profile) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         shard = None
+    for key, used in (
+        ("shard", shard is not None),
+        ("second_rollouts", profile.second_rollouts),
+        ("adaptive.enabled", a.enabled),
+    ):
+        if profile.from_rows and used:
+            yield f"profile.from_rows makes no rollouts, so profile.{key} cannot be set beside it"
     if not 0 < a.error < 1:
         yield f"profile.adaptive.error={a.error} must be between 0 and 1"
     if a.histogram and (len(a.histogram) != k + 1 or min(a.histogram) < 0):
@@ -305,6 +313,8 @@ def _select(select: Select) -> Iterator[str]:
     for domain, count in select.mixture.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             yield f"select.mixture.{domain}={count!r} must be a positive number of pivots"
+    if both := sorted({*select.tags} & {*select.drop_tags}):
+        yield f"select.tags and select.drop_tags both name {', '.join(both)}"
     if select.mixture and select.max_pivots is not None:
         yield "select.mixture gives exact counts, so select.max_pivots cannot be set beside it"
 

@@ -4,9 +4,14 @@ A turn's final verdict is that of all K rollouts: kept when 0 < right < K and ri
 of which were right, the turn may stop when more would hardly change the verdict. Rollouts of a turn are exchangeable:
 given the final count j, the first n hold a hypergeometric number of right ones. With the distribution of j over turns
 (learnt from calibration turns that get all K), everything else is exact: no model of success rates is assumed. The
-stopping rule is the one of fewest expected rollouts among those whose share of other verdicts stays within the stated
-error, by an upper bound, since calibration turns are a sample: a Bayes sequential test (Wald; Arrow, Blackwell and
-Girshick 1949), solved by backward induction.
+stopping rule is the one of fewest expected rollouts among those whose kept set agrees with that of all K rollouts as
+well as asked for: a Bayes sequential test (Wald; Arrow, Blackwell and Girshick 1949), solved by backward induction.
+
+Agreement is that of two sets, 2 |A and B| / (|A| + |B|): 1 minus the errors over the mean size of the sets, so that
+the many turns that neither keeps do not flatter it. Every error costs the same; the errors made are not alike all the
+same: nearly all are turns that were right once or twice of K, given up after a long run of wrong rollouts, while what
+is kept in error is rare. Agreement is promised one standard error below what is expected, since calibration turns are
+a sample (about 84 % confidence).
 """
 
 from __future__ import annotations
@@ -16,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-# One-sided 99 % for one plan: about 95 % for the cheapest of the several that are compared on the same turns.
-Z = 2.326
+Z = 1.0  # standard errors between the agreement that is expected and the one that is promised
 State = tuple[int, int]  # (scored rollouts n, of which right)
 
 
@@ -42,8 +46,11 @@ class Plan:
     round: int
     stops: frozenset[State]
     expected_rollouts: float
-    expected_error: float  # share of turns whose verdict differs from that of all K rollouts
-    error_bound: float  # its upper confidence bound, given how few turns the histogram counts
+    expected_error: float  # share of all turns whose verdict differs from that of all K rollouts
+    expected_lost: float  # of the turns that all K rollouts keep, the share that is not kept
+    expected_foreign: float  # of the turns that are kept, the share that all K rollouts would not keep
+    expected_agreement: float  # of the two kept sets; 1.0 where both are empty
+    agreement_bound: float  # lower bound on it, given how few turns the histogram counts
 
     def is_decided(self, rewards: Sequence[float | None]) -> bool:
         """Whether a turn with these rewards so far is done.
@@ -59,7 +66,9 @@ class Plan:
 
 
 def make_plan(histogram: Sequence[float], round: int, lambda_diff: float, error: float) -> Plan:
-    """The cheapest plan within `error`; `histogram` (K + 1 counts) tells turns by their right rollouts of K.
+    """The cheapest plan whose kept set is promised to agree to 1 - `error`.
+
+    `histogram` (K + 1 counts) tells turns by their right rollouts of K.
 
     One turn is added in all, spread evenly over the counts: what no calibration turn showed is rare, not impossible.
     Raises ValueError for a histogram of fewer than three counts, a round below 1 or an error outside [0, 1).
@@ -74,7 +83,7 @@ def make_plan(histogram: Sequence[float], round: int, lambda_diff: float, error:
     for _ in range(30):
         middle = (low + high) / 2
         plan = chain.solve(math.exp(middle))
-        if plan.error_bound <= error:
+        if plan.agreement_bound >= 1.0 - error:
             best, high = plan, middle
         else:
             low = middle
@@ -149,15 +158,48 @@ class _Chain:
                 for more in range(step + 1):
                     after = (n + step, right + more)
                     orders[after] = orders.get(after, 0) + ways * math.comb(step, more)
-        rollouts = error = square = 0.0
+        rollouts = 0.0
+        wrong = []  # by final count: the chance that the verdict differs
         for j, p in enumerate(self.final):
-            wrong = 0.0
-            for n, right, ways in ends:
-                if 0 <= j - right <= self.total - n:
-                    chance = ways * math.comb(self.total - n, j - right) / math.comb(self.total, j)
-                    rollouts += p * chance * n
-                    wrong += chance * (is_kept(right, n, self.lambda_diff) != self.kept[j])
-            error += p * wrong
-            square += p * wrong**2
-        bound = error + Z * math.sqrt(max(square - error**2, 0.0) / self.turns)
-        return Plan(self.total, self.round, stops, rollouts, error, bound)
+            chances = [
+                (n, right, ways * math.comb(self.total - n, j - right) / math.comb(self.total, j))
+                for n, right, ways in ends
+                if 0 <= j - right <= self.total - n
+            ]
+            rollouts += p * math.fsum(chance * n for n, _, chance in chances)
+            wrong.append(math.fsum(c for n, right, c in chances if is_kept(right, n, self.lambda_diff) != self.kept[j]))
+        return self._plan(stops, rollouts, wrong)
+
+    def _plan(self, stops: frozenset[State], rollouts: float, wrong: Sequence[float]) -> Plan:
+        """`wrong` by final count -> shares of errors, agreement, and its bound."""
+        cells = list(zip(self.final, wrong, self.kept, strict=True))
+        lost = math.fsum(p * w for p, w, k in cells if k)
+        foreign = math.fsum(p * w for p, w, k in cells if not k)
+        both = math.fsum(p * (1.0 - w) for p, w, k in cells if k)
+        agreement = 2 * both / (2 * both + lost + foreign) if both else float(lost + foreign == 0.0)
+        return Plan(
+            self.total,
+            self.round,
+            stops,
+            rollouts,
+            expected_error=lost + foreign,
+            expected_lost=lost / (both + lost) if both + lost else 0.0,
+            expected_foreign=foreign / (both + foreign) if both + foreign else 0.0,
+            expected_agreement=agreement,
+            agreement_bound=self._bound(cells, agreement) if agreement < 1.0 else 1.0,
+        )
+
+    def _bound(self, cells: Sequence[tuple[float, float, bool]], agreement: float) -> float:
+        """The agreement a at which a * (2 both + errors) - 2 both is Z standard errors above 0."""
+
+        def exceeds(a: float) -> bool:
+            terms = [(p, w * a - 2.0 * (1.0 - a) * k * (1.0 - w)) for p, w, k in cells]
+            mean = math.fsum(p * x for p, x in terms)
+            variance = math.fsum(p * x * x for p, x in terms) - mean * mean
+            return mean + Z * math.sqrt(max(variance, 0.0) / self.turns) > 0.0
+
+        low, high = 0.0, agreement
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if exceeds(middle) else (middle, high)
+        return low

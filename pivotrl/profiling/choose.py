@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pivotrl.config import Select
 from pivotrl.errors import UserError
 from pivotrl.local_rollouts import seed_for
+from pivotrl.trajectories.flags import FLAGS
 
 
 class Candidate(NamedTuple):
@@ -20,6 +22,38 @@ class Candidate(NamedTuple):
     trajectory: int  # number of the trajectory
     domain: str
     content: str  # digest of state, tools and demonstration; "" where not compared
+
+
+class Terms:
+    """`select.domains`, `tags` and `drop_tags`: which turns may be pivots at all, row by row."""
+
+    def __init__(self, options: Select) -> None:
+        self._domains, self._tags, self._drop = set(options.domains), set(options.tags), set(options.drop_tags)
+        self._present: dict[str, set[str]] = {"domains": set(), "tags": set()}
+        self.active = bool(self._domains or self._tags or self._drop)
+        self.dropped = 0  # members of the set that may not
+
+    def admit(self, row: dict[str, Any], place: str) -> bool:
+        """Raises UserError for a profile without tags when they are asked for."""
+        if not self.active:
+            return True
+        if (self._tags or self._drop) and "tags" not in row:
+            raise UserError(
+                f"{place}: no tags; this profile is of an older version, so select.tags needs a new profile"
+            )
+        domain, tags = row.get("domain", ""), row.get("tags", ())
+        self._present["domains"].add(domain)
+        self._present["tags"].update(tags)
+        if self._domains and domain not in self._domains:
+            return False
+        return (not self._tags or not self._tags.isdisjoint(tags)) and self._drop.isdisjoint(tags)
+
+    def finish(self, profile: Path) -> None:
+        """Raises UserError when a name that was given occurs nowhere: it is misspelt, or of other data."""
+        for kind, named in (("domains", self._domains), ("tags", self._tags | (self._drop - {*FLAGS}))):
+            if absent := sorted(named - self._present[kind]):
+                present = ", ".join(sorted(filter(None, self._present[kind]))) or "none"
+                raise UserError(f"select: no turn of {profile} has {', '.join(absent)}; its {kind} are: {present}")
 
 
 def is_narrowed(options: Select) -> bool:

@@ -32,7 +32,7 @@ def export(run_dir: Path) -> dict[str, int]:
     texts, numbers = a.string(), a.int64()
     turns = {
         **dict.fromkeys(("turn_id", "trajectory_id", "task_id", "domain", "split", "state_action"), texts),
-        "demonstration": a.list_(texts),
+        **dict.fromkeys(("tags", "demonstration"), a.list_(texts)),
         "rewards": a.list_(a.float64()),
         **dict.fromkeys(("mean", "variance"), a.float64()),
         **dict.fromkeys(("depth", "n", "right", "wrong", "unscorable", "truncated", "no_action"), numbers),

@@ -10,6 +10,8 @@ from pivotrl.profiling.ledger import Cost
 from pivotrl.profiling.store import GroupSize, RolloutStore
 from pivotrl.trajectories.schema import Turn
 
+BLOCK_CHUNKS = 4  # submissions of a block's first round: later rounds, of fewer turns, still fill the engine
+
 OnChunk = Callable[[Sequence[State], Cost], None]
 GetRoller = Callable[[], LocalRoller]  # called before the first rollout only, so that nothing to do starts no engine
 
@@ -75,17 +77,19 @@ def profile_in_rounds(
 ) -> None:
     """Rounds of `plan.round` rollouts for the states that the plan has not decided, until none is left.
 
-    Each decision reads that turn's own rollouts only, so interruptions and shards change nothing.
+    All rounds of a block of neighbouring states come before the next block, so that the engine's prefix cache still
+    holds their prompts. Each decision reads that turn's own rollouts only, so interruptions and shards change nothing.
     """
-    for done in range(0, plan.rollouts, plan.round):
-        waiting = [s for s in states if store.count(s.turn.id) == done and not _is_decided(s, store, plan)]
-        size = min(plan.round, plan.rollouts - done)
-        for chunk in _chunks(waiting, turns_per_chunk):
-            # The first round has the seeds of a fixed profile: its rollouts are those of a smaller K.
-            seeds = [seed_for(seed, "profile", s.turn.id, *([done] if done else [])) for s in chunk]
-            groups, seconds = get_roller().timed_groups(chunk, size, seeds, first_index=done)
-            store.append(groups)
-            on_chunk(chunk, Cost.of((r for group in groups for r in group), seconds))
+    for block in _chunks(states, BLOCK_CHUNKS * turns_per_chunk):
+        for done in range(0, plan.rollouts, plan.round):
+            waiting = [s for s in block if store.count(s.turn.id) == done and not _is_decided(s, store, plan)]
+            size = min(plan.round, plan.rollouts - done)
+            for chunk in _chunks(waiting, turns_per_chunk):
+                # The first round has the seeds of a fixed profile: its rollouts are those of a smaller K.
+                seeds = [seed_for(seed, "profile", s.turn.id, *([done] if done else [])) for s in chunk]
+                groups, seconds = get_roller().timed_groups(chunk, size, seeds, first_index=done)
+                store.append(groups)
+                on_chunk(chunk, Cost.of((r for group in groups for r in group), seconds))
 
 
 def _is_decided(state: State, store: RolloutStore, plan: Plan) -> bool:

@@ -20,10 +20,10 @@ from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl, write_json
 from pivotrl.profiling import theory
-from pivotrl.profiling.choose import Candidates, choose, is_narrowed
+from pivotrl.profiling.choose import Candidates, Terms, choose, is_narrowed
 
 Row = dict[str, Any]
-GROUP_SIZES = (2, 4, 8, 16)  # for which the expected share of informative groups is told
+GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # for which the expected share of informative groups is told
 
 
 def scored(row: Row) -> list[Fraction]:
@@ -82,6 +82,27 @@ def _bin(mean: float, bins: int = 10) -> int:
     return min(int(mean * bins), bins - 1)
 
 
+def _by_lambda(first_tenth: list[int]) -> dict[str, int]:
+    """Turns below each lambda, of counts by the smallest k for which mean < k / 10."""
+    return {f"{k / 10:g}": n for k, n in enumerate(accumulate(first_tenth)) if 0 < k <= 10}
+
+
+class _Shares:
+    """Mean expected share of informative groups, for each group size."""
+
+    def __init__(self) -> None:
+        self._sums = {size: [0.0, 0] for size in GROUP_SIZES}
+
+    def add(self, right: int, scored: int, times: int = 1) -> None:
+        for size, cell in self._sums.items():
+            if (share := theory.informative_estimate(right, scored, size)) is not None:
+                cell[0] += share * times
+                cell[1] += times
+
+    def means(self) -> dict[str, float]:
+        return {str(size): total / n for size, (total, n) in self._sums.items() if n}
+
+
 class _Tally:
     """Counts over all turns, in one pass. Turns of binary rewards are counted by (right, scored) and worked out at the
     end, each kind once; by the same rules as the others."""
@@ -93,7 +114,8 @@ class _Tally:
         self.histogram = [0] * 10
         self._binary: Counter[tuple[int, int]] = Counter()
         self._first_tenth = [0] * 12  # mixed turns by the smallest k for which mean < k / 10
-        self._informative = {size: [0.0, 0] for size in GROUP_SIZES}
+        self._first_of_all = [0] * 12  # the same of all scored turns
+        self._shares = _Shares()
 
     def add(self, row: Row, counts: tuple[int, int] | None) -> None:
         """`counts` are the row's `binary_counts`."""
@@ -110,6 +132,7 @@ class _Tally:
             return
         mean = sum(rewards) / len(rewards)
         self.histogram[_bin(float(mean))] += times
+        self._first_of_all[int(10 * mean) + 1] += times
         if max(rewards) > min(rewards):
             self._first_tenth[int(10 * mean) + 1] += times
         else:
@@ -121,10 +144,7 @@ class _Tally:
         for (right, count), times in self._binary.items():
             row = {"rewards": [1] * right + [0] * (count - right)}
             self._add(row, scored(row), times)
-            for size, cell in self._informative.items():
-                if (share := theory.informative_estimate(right, count, size)) is not None:
-                    cell[0] += share * times
-                    cell[1] += times
+            self._shares.add(right, count, times)
         self._binary.clear()
 
     def summary(self) -> dict[str, Any]:
@@ -135,9 +155,10 @@ class _Tally:
             "all_right": self.all_right,
             "all_wrong": self.all_wrong,
             "histogram": self.histogram,
-            "adv_by_lambda": {f"{k / 10:g}": n for k, n in enumerate(accumulate(self._first_tenth)) if 0 < k <= 10},
+            "adv_by_lambda": _by_lambda(self._first_tenth),
+            "adv_zeros_by_lambda": _by_lambda(self._first_of_all),
             # Expected share of mixed groups of G rollouts of a random turn, unbiased (theory.informative_estimate).
-            "informative_share": {str(g): total / n for g, (total, n) in self._informative.items() if n},
+            "informative_share": self._shares.means(),
         }
 
 
@@ -179,7 +200,7 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
     lines: array[int] = array("q")
     dropped: dict[str, int] = {}
     members: dict[tuple[int, int], bool] = {}  # of the set: a turn of binary rewards is decided by its counts
-    few = 0
+    few, terms = 0, Terms(options)
     for line, raw in _lines(profile):
         row = json.loads(raw)
         # Rows of older profiles name no split: they are of the train split, the only one that was ever profiled.
@@ -187,6 +208,7 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
             raise UserError(f"{profile}:{line + 1}: turn of split {row['split']!r}; pivots come from train alone")
         counts = binary_counts(row)
         tally.add(row, counts)
+        wanted = terms.admit(row, f"{profile}:{line + 1}")
         member = members.get(counts) if counts else None
         if member is None:
             member = SETS[options.set](row, options.lambda_diff)
@@ -194,19 +216,33 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
                 members[counts] = member
         if not member:
             continue
-        if options.min_unique_actions > 1 and row["unique_actions"] < options.min_unique_actions:
+        if not wanted:
+            terms.dropped += 1
+        elif (
+            options.min_unique_actions > 1
+            and _unique_actions(row, f"{profile}:{line + 1}") < options.min_unique_actions
+        ):
             few += 1
         elif narrowed:
             candidates.add(line, row)
         else:
             lines.append(line)
     tally.finish()
+    terms.finish(profile)
     if narrowed:
         chosen, dropped = choose(candidates.rows, options)
         lines = array("q", sorted(c.line for c in chosen))
     if options.min_unique_actions > 1:
         dropped = {"few_unique_actions": few, **dropped}
+    if terms.active:
+        dropped = {"other_domain_or_tag": terms.dropped, **dropped}
     return tally, lines, dropped
+
+
+def _unique_actions(row: Row, place: str) -> int:
+    if (count := row.get("unique_actions")) is None:
+        raise UserError(f"{place}: this profile does not tell unique actions; use select.min_unique_actions=1")
+    return int(count)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -221,7 +257,8 @@ def _copy(profile: Path, lines: array[int], run_dir: Path) -> dict[str, Any]:
     target = run_dir / "select" / "pivots.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")
-    second = _second_means(run_dir)
+    second = _second_profile(run_dir)
+    shares = _Shares()
     domains: Counter[str] = Counter()
     means, again = [0.0, 0], [0.0, 0]
     wanted = iter(lines)
@@ -234,7 +271,9 @@ def _copy(profile: Path, lines: array[int], run_dir: Path) -> dict[str, Any]:
             file.write(raw if raw.endswith(b"\n") else raw + b"\n")
             row = json.loads(raw)
             domains[row.get("domain", "")] += 1
-            for cell, mean in ((means, row["mean"]), (again, second.get(row["turn_id"]))):
+            mean_again, right, scored_again = second.get(row["turn_id"], (None, 0, 0))
+            shares.add(right, scored_again)
+            for cell, mean in ((means, row["mean"]), (again, mean_again)):
                 if mean is not None:
                     cell[0] += mean
                     cell[1] += 1
@@ -245,9 +284,13 @@ def _copy(profile: Path, lines: array[int], run_dir: Path) -> dict[str, Any]:
     # Selected for being low, the first mean is biased downwards; the second profile's is not.
     told["kept_mean"] = means[0] / means[1] if means[1] else None
     told["kept_mean_second_profile"] = again[0] / again[1] if again[1] else None
+    told["kept_informative_share_second_profile"] = shares.means()
     return told
 
 
-def _second_means(run_dir: Path) -> dict[str, float | None]:
+def _second_profile(run_dir: Path) -> dict[str, tuple[float | None, int, int]]:
+    """(mean, right, scored) by turn; scored is 0 where a reward is neither 0 nor 1."""
     path = run_dir / "profile" / "second_turns.jsonl"
-    return {row["turn_id"]: row["mean"] for row in read_jsonl(path)} if path.exists() else {}
+    if not path.exists():
+        return {}
+    return {row["turn_id"]: (row["mean"], *(binary_counts(row) or (0, 0))) for row in read_jsonl(path)}

@@ -28,6 +28,7 @@ from pivotrl.profiling.profiler import (
     profile_in_rounds,
     profile_states,
 )
+from pivotrl.profiling.recorded import profile_from_rows
 from pivotrl.profiling.shards import Shard, check_shards, find_shards, join_files, parse_shard, turns_of
 from pivotrl.profiling.statistics import turn_row
 from pivotrl.profiling.store import RolloutStore
@@ -78,7 +79,8 @@ def _set_aside_foreign(directory: Path, record: dict[str, Any], cfg: Config) -> 
 
 
 def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Profile the train split, or one shard of it, with the start policy; or merge shards (`profile.shard=merge`).
+    """Profile the train split, or one shard of it, with the start policy; or merge shards (`profile.shard=merge`); or
+    take the pass rates that the rows carry (`profile.from_rows`).
 
     Interrupted at any instant, it continues where it stopped. Raises UserError when no turn can be profiled, after
     writing the audit file, and for shards that do not make one profile.
@@ -86,6 +88,8 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     shard = parse_shard(cfg.profile.shard)
     if shard == "merge":
         return merge(run_dir / "profile")
+    if cfg.profile.from_rows:
+        return profile_from_rows(cfg, run_dir)
     started = time.monotonic()
     directory = run_dir / "profile" / (shard.folder if isinstance(shard, Shard) else "")
     bench = Workbench.build(cfg, run_dir)
@@ -130,17 +134,22 @@ def _nothing(turns: int, reasons: dict[str, int], directory: Path) -> UserError:
     )
 
 
-def profile_into(directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller) -> dict[str, Any]:
-    """Make (or complete) rollouts of `states` and their statistics in `directory`; returns the summary's figures."""
+def profile_into(
+    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, bars: bool = True
+) -> dict[str, Any]:
+    """Make (or complete) rollouts of `states` and their statistics in `directory`; returns the summary's figures.
+
+    `bars=False` where another progress bar is on the screen.
+    """
     profile, adaptive = cfg.profile, cfg.profile.adaptive
     k, in_flight = profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
     log = CostLog(directory / "cost.jsonl")
     told: dict[str, Any] = {}
     if adaptive.enabled:
-        store, told["adaptive"] = _adaptive(directory, states, cfg, get_roller, log)
+        store, told["adaptive"] = _adaptive(directory, states, cfg, get_roller, log, bars)
     else:
         store = RolloutStore(directory / "rollouts.jsonl", k)
-        with progress(len(states), "profile", done=len(store)) as bar:
+        with progress(len(states), "profile", done=len(store), enabled=bars) as bar:
 
             def advance(chunk: Sequence[State], cost: Cost) -> None:
                 log.add("profile", cost)
@@ -158,14 +167,15 @@ def profile_into(directory: Path, states: Sequence[State], cfg: Config, get_roll
 
 
 def _adaptive(
-    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog
+    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog, bars: bool
 ) -> tuple[RolloutStore, dict[str, Any]]:
     """Calibration turns first (unless a histogram is given), then rounds for the undecided."""
     a, k, in_flight = cfg.profile.adaptive, cfg.profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
     full = [] if a.histogram else calibration_draw(states, a.calibration_turns, cfg.seed)
     full_ids = {s.turn.id for s in full}
     store = RolloutStore(directory / "rollouts.jsonl", adaptive_sizes(full_ids, k, a.round))
-    with progress(len(states) * k, "profile", done=sum(map(store.count, store)), unit="rollout") as bar:
+    done = sum(map(store.count, store))
+    with progress(len(states) * k, "profile", done=done, unit="rollout", enabled=bars) as bar:
 
         def advance(chunk: Sequence[State], cost: Cost) -> None:
             log.add("profile", cost)
@@ -178,9 +188,7 @@ def _adaptive(
         profile_in_rounds(rest, get_roller, store, plan, max(1, in_flight // a.round), cfg.seed, advance)
     return store, {
         "histogram": histogram,
-        "expected_error": plan.expected_error,
-        "error_bound": plan.error_bound,
-        "expected_rollouts": plan.expected_rollouts,
+        **{k: v for k, v in asdict(plan).items() if k.startswith(("expected_", "agreement_"))},
     }
 
 

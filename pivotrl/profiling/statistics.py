@@ -25,12 +25,10 @@ def state_action(turn: Turn) -> str:
     return digest([turn.messages, turn.tools, turn.demonstration.to_json()])
 
 
-def turn_row(turn: Turn, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The profile of one turn. Unscorable rollouts leave mean and variance and are counted (design idea 2)."""
-    rewards = [r.verdict.reward for r in rollouts]
+def turn_facts(turn: Turn, rewards: Sequence[float | None]) -> dict[str, Any]:
+    """What a row tells of a turn and of its rewards. Unscorable ones (None) leave mean and variance and are counted."""
     scored = [r for r in rewards if r is not None]
     mean, variance = mean_variance(scored) if scored else (None, None)
-    actions = {json.dumps(r.action.to_json(), sort_keys=True) for r in rollouts}
     return {
         "turn_id": turn.id,
         "trajectory_id": turn.trajectory_id,
@@ -38,15 +36,24 @@ def turn_row(turn: Turn, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "domain": turn.domain,
         "split": turn.split,
         "depth": turn.depth,
+        "tags": list(turn.flags),
         "state_action": state_action(turn),
         "demonstration": [c.name for c in turn.demonstration.tool_calls] or ["(text)"],
-        "n": len(rollouts),
-        "rewards": rewards,
+        "n": len(rewards),
+        "rewards": list(rewards),
         "mean": mean,
         "variance": variance,
         "right": sum(r == 1.0 for r in scored),
         "wrong": sum(r == 0.0 for r in scored),
         "unscorable": len(rewards) - len(scored),
+    }
+
+
+def turn_row(turn: Turn, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The profile of one turn (design idea 2: unscorable rollouts are no wrong ones)."""
+    actions = {json.dumps(r.action.to_json(), sort_keys=True) for r in rollouts}
+    return {
+        **turn_facts(turn, [r.verdict.reward for r in rollouts]),
         "truncated": sum(r.completion.finish_reason == "length" for r in rollouts),
         "no_action": sum(not r.action.text and not r.action.tool_calls for r in rollouts),
         "unique_actions": len(actions),

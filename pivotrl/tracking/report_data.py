@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ class RunData:
     metrics: dict[str, list[JsonDict]] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
     audit_examples: list[JsonDict] = field(default_factory=list)  # rows of audit/examples.jsonl
+    reasons: dict[str, Counter[str]] = field(default_factory=dict)  # verdict reasons of the turns of `ranked`
 
 
 def load(run_dir: Path) -> RunData:
@@ -51,7 +54,7 @@ def load(run_dir: Path) -> RunData:
     for stage in ("warmup", "train", "sft", "e2e"):
         if rows := last_of_each_step(whole_rows(run_dir / stage / "metrics.jsonl")):
             data.metrics[stage] = rows
-    data.examples = _examples(data)
+    _read_turns_to_show(data)
     data.audit_examples = list(whole_rows(run_dir / "audit" / "examples.jsonl"))
     return data
 
@@ -137,28 +140,61 @@ def _spread(rows: Sequence[JsonDict], count: int) -> list[JsonDict]:
     return (first + rest)[:count]
 
 
-def _examples(data: RunData) -> list[Example]:
+def ranked(data: RunData, each: int = 8) -> list[tuple[str, list[JsonDict]]]:
+    """(title, turns): the most and the least informative ones, and those with rollouts that tell nothing."""
+    rows = data.profile
+
+    def first(kind: str, order: Callable[[JsonDict], Any]) -> list[JsonDict]:
+        return _spread(sorted((r for r in rows if outcome(r) == kind), key=order), each)
+
+    def variety(row: JsonDict) -> Any:
+        return (-(row.get("unique_actions") or 0), row["turn_id"])
+
+    def lost(row: JsonDict) -> int:
+        return (row.get("unscorable") or 0) + (row.get("truncated") or 0)
+
+    return [
+        ("Most informative: largest deviation of the reward", first("mixed", lambda r: (-r["variance"], *variety(r)))),
+        ("Least informative: always wrong, however varied", first("all wrong", variety)),
+        ("Least informative: always right", first("all right", variety)),
+        (
+            "Unscorable or truncated rollouts",
+            sorted((r for r in rows if lost(r)), key=lambda r: (-lost(r), r["turn_id"]))[:each],
+        ),
+    ]
+
+
+def _read_turns_to_show(data: RunData) -> None:
+    """Fill `examples` and `reasons`, in one pass over the turns and one over the rollouts."""
     chosen = choose(data.profile, data.pivots)
     ids = {str(row["turn_id"]) for _, row in chosen}
-    if not ids:
-        return []
+    listed = {str(row["turn_id"]) for _, rows in ranked(data) for row in rows}
+    if not ids | listed:
+        return
     turns = {t["id"]: t for t in _rows_about(data.run_dir / "turns" / "turns.jsonl", ids, "id")}
     rollouts: dict[str, list[JsonDict]] = {}
-    for row in _rows_about(data.run_dir / "profile" / "rollouts.jsonl", ids, "turn_id"):
-        rollouts.setdefault(row["turn_id"], []).append(row)
-    return [
+    for row in _rows_about(data.run_dir / "profile" / "rollouts.jsonl", ids | listed, "turn_id"):
+        if row["turn_id"] in ids:
+            rollouts.setdefault(row["turn_id"], []).append(row)
+        if row["turn_id"] in listed:
+            data.reasons.setdefault(row["turn_id"], Counter())[str(row.get("reason") or "(none)")] += 1
+    data.examples = [
         Example(kind, r, turns.get(r["turn_id"]), merge_equal(rollouts.get(r["turn_id"], []))) for kind, r in chosen
     ]
 
 
+_FIRST_KEY = re.compile(rb'\{"(?:turn_id|id)": "((?:[^"\\]|\\.)*)"')
+
+
 def _rows_about(path: Path, ids: set[str], key: str) -> Iterator[JsonDict]:
-    """Rows whose `key` is in `ids`. Only lines that mention an id are parsed: rollout files are large."""
+    """Rows whose `key` is in `ids`. Other lines are not parsed where they begin with it: rollout files are large."""
     if not path.is_file():
         return
-    needles = [json.dumps(i, ensure_ascii=False)[1:-1].encode() for i in ids]
+    needles = {json.dumps(i, ensure_ascii=False)[1:-1].encode() for i in ids}
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n") and any(n in line for n in needles):
+            found = _FIRST_KEY.match(line)
+            if line.endswith(b"\n") and (found is None or found[1] in needles):
                 row = json.loads(line)
                 if row.get(key) in ids:
                     yield row
@@ -196,4 +232,8 @@ def ledger(data: RunData) -> list[JsonDict]:
                 "peak_rss_gib": process.get("peak_rss_gib"),
             }
         )
+        again = (summary.get("engine") or {}).get("reprofile") if stage == "train" else None
+        if again:  # its seconds are in those of the stage
+            parts = {key: again[key] for key in ("rollouts", "prompt", "cached", "generated")}
+            rows.append({**dict.fromkeys(rows[-1]), "stage": "train, profiling again", **parts})
     return rows

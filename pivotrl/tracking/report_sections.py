@@ -93,7 +93,6 @@ def landscape(data: RunData) -> JsonDict | None:
         "threshold": threshold,
         "sets": list((select.get("counts") or {}).items()),
         "used": select.get("set"),
-        "domains": _by_group(data.profile),
         "unscorable": sum(r.get("unscorable", 0) for r in data.profile),
         "truncated": sum(r.get("truncated", 0) for r in data.profile),
         "no_action": sum(r.get("no_action", 0) for r in data.profile),
@@ -140,28 +139,6 @@ def _mean_scatter(rows: Sequence[JsonDict], threshold: float) -> str:
     return charts.scatter(
         points, "mean reward", "variance of the reward", (-0.04, 1.04), (-0.012, 0.3), shade, parabola
     )
-
-
-def _by_group(rows: Sequence[JsonDict]) -> list[JsonDict]:
-    """Outcome counts by domain and family, when there is more than one."""
-    groups: dict[str, list[JsonDict]] = {}
-    for row in rows:
-        name = " / ".join(str(row[k]) for k in ("domain", "family") if row.get(k))
-        groups.setdefault(name or "(none)", []).append(row)
-    if len(groups) < 2:
-        return []
-    table = []
-    for name, same in sorted(groups.items()):
-        means = [r["mean"] for r in same if outcome(r) != "unscorable"]
-        table.append(
-            {
-                "name": name,
-                "turns": len(same),
-                **counts(same),
-                "mean": number(sum(means) / len(means)) if means else "–",
-            }
-        )
-    return table
 
 
 def example_view(example: Example) -> JsonDict:

@@ -17,7 +17,7 @@ from pivotrl.errors import UserError
 from pivotrl.evaluation.watch import CURVE, Watcher
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, keeps_books, read_json, read_jsonl, write_json
-from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
+from pivotrl.local_rollouts import LocalRoller, State, render_states
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.profiling.fingerprint import require_same
 from pivotrl.profiling.profiler import draw_turns
@@ -32,8 +32,8 @@ from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
 from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
+from pivotrl.training.pivot_source import PivotSource, keep_mixed
 from pivotrl.training.rollout_tables import rollout_tables
-from pivotrl.training.sampling import EpochSampler
 from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.training.update import needs_reference, optimizer_steps, update
 
@@ -95,7 +95,6 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     directory, a = run_dir / "train", cfg.algorithm
     bench = Workbench.build(cfg, run_dir)
     states, weights = load_pivots(cfg, run_dir, bench)
-    sampler = EpochSampler(states, a.pivots_per_step, cfg.seed)
     policy = MegatronPolicy.load(
         bench.start_policy,
         cfg.parallel,
@@ -108,9 +107,9 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     )
     identity = {"pivots": rows_digest((s.turn.id, s.prompt_ids) for s in states), "reference policy": weights}
     logs = ("rollouts.jsonl", CURVE)
-    saver = Saver(cfg, "train", directory, policy, a.steps, identity, logs, TokenCounts().to_json())
+    saver = Saver(cfg, "train", directory, policy, a.steps, identity, logs)
     start = saver.resume()
-    spent = TokenCounts(**saver.extra)
+    spent = TokenCounts(**saver.extra.get("spent", {}))
     nonfinite = NonFiniteSteps(directory, a.optimizer.max_nonfinite_steps, start)
     handover = Handover(policy)
     with (
@@ -120,6 +119,8 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         saver,
     ):
         roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
+        source = PivotSource(states, roller, cfg, run_dir)
+        source.restore(saver.extra.get("pivots"), start)
         watcher = Watcher(cfg, run_dir, bench, directory)
         if start:
             handover.catch_up(engine, version=start)
@@ -127,27 +128,29 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             watcher.look(engine, 0, 0)
         for step in range(start, a.steps):
             clock = time.monotonic()
-            drawn = sampler.draw(step)
-            seeds = [seed_for(cfg.seed, "train", step, slot) for slot in range(len(drawn))]
             with saver.generating():
-                groups = handover.generate(engine, partial(roller.groups, drawn, a.group_size, seeds))
+                metrics: dict[str, float] = source.renew(step)
+                generating = time.monotonic()
+                drawn, groups = handover.generate(engine, partial(source.sample, step))
             check_weight_version(groups, step)
             used = _record(directory, step, groups)
             spent += used
-            metrics = {"seconds_generate": time.monotonic() - clock}
+            metrics["seconds_generate"] = time.monotonic() - generating
             batch = make_batch(drawn, groups, a)
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = open_gate(policy, batch.rollouts, cfg, "before the first step").mean
+            if a.dynamic_sampling:
+                batch = keep_mixed(batch, len(groups))
             metrics |= batch.metrics | learn(policy, engine, handover, batch, cfg, step, nonfinite)
             metrics |= handover.ledger.metrics() | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
             tracker.log(step, metrics, rollout_tables(groups, step, cfg.tracking))
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
-            saver.extra = spent.to_json()
+            saver.extra = {"spent": spent.to_json(), "pivots": source.state()}
             saver.step_done(step + 1, score=metrics["reward"])
         export(policy, bench, directory / "checkpoint")
-    summary = _finish(directory, cfg, len(states), spent, saver.seconds_before + time.monotonic() - started)
+    summary = _finish(directory, cfg, source, spent, saver.seconds_before + time.monotonic() - started)
     saver.finished()
     return summary
 
@@ -190,16 +193,17 @@ def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> 
     return TokenCounts.of(rollouts)
 
 
-def _finish(directory: Path, cfg: Config, pivots: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
+def _finish(directory: Path, cfg: Config, source: PivotSource, spent: TokenCounts, seconds: float) -> dict[str, Any]:
     if not keeps_books():
         return {}
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
     summary = {
         "steps": cfg.algorithm.steps,
-        "pivots": pivots,
+        "pivots": source.pivots,
         "rollouts": spent.rollouts,
         "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
+        "engine": source.costs(),
         "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
         "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
         "checkpoint": str(directory / "checkpoint"),

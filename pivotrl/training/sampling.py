@@ -24,6 +24,10 @@ class EpochSampler:
 
     def draw(self, step: int) -> list:
         """Rows of `step`, counted from 0."""
-        places = range(step * self.count, (step + 1) * self.count)
+        return self.take(step * self.count, self.count)
+
+    def take(self, start: int, count: int) -> list:
+        """`count` rows from place `start` of the epochs laid end to end."""
+        places = range(start, start + count)
         orders = {epoch: self._order(epoch) for epoch in {p // len(self.rows) for p in places}}
         return [self.rows[orders[p // len(self.rows)][p % len(self.rows)]] for p in places]

@@ -47,6 +47,8 @@ def arguments(run_dir: Path, model: Path, data: Path) -> list[str]:
         "algorithm.pivots_per_step=2",
         "algorithm.group_size=4",
         "algorithm.kl_beta=0.01",
+        "algorithm.reprofile.every_steps=1",
+        "algorithm.reprofile.turns=4",
         "algorithm.optimizer.learning_rate=1e-3",
         "warmup.steps=1",
         "warmup.trajectories_per_step=1",
@@ -120,6 +122,17 @@ def test_only_generated_tokens_carry_loss(finished: Path):
 @pytest.mark.engine
 def test_rollouts_are_of_the_current_weights(finished: Path):
     assert all(r["weight_version"] == r["step"] for r in read_jsonl(finished / "train" / "rollouts.jsonl"))
+
+
+@pytest.mark.engine
+def test_turns_are_profiled_again_with_the_weights_of_that_step(finished: Path):
+    folder = finished / "train" / "reprofile" / "step-000001"
+    rollouts = list(read_jsonl(folder / "sample" / "rollouts.jsonl"))
+    assert len(rollouts) == read_json(folder / "summary.json")["rollouts"] == 4 * 4
+    assert {r["weight_version"] for r in rollouts} == {1}
+    assert len(list(read_jsonl(folder / "profile" / "turns.jsonl"))) == 8
+    engine = read_json(finished / "train" / "summary.json")["engine"]
+    assert (engine["train"]["rollouts"], engine["reprofile"]["rollouts"]) == (2 * 2 * 4, 4 * 4)
 
 
 @pytest.mark.engine

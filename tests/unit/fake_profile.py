@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pivotrl.config import Config, Profile
+from pivotrl.config import Config, Profile, Rendering
 from pivotrl.generation.engine import Sampling
 from pivotrl.generation.scripted import ScriptedEngine
 from pivotrl.io import write_jsonl
@@ -100,5 +100,8 @@ def use(monkeypatch: pytest.MonkeyPatch, run_dir: Path, seconds_per_call: float 
 def make(run_dir: Path, made: list[Turn], in_flight: int = 6, **profile: Any) -> Config:
     """Write the turns; returns the configuration of a profile of 8 rollouts a turn, a few turns in flight."""
     write_jsonl(run_dir / "turns" / "turns.jsonl", (t.to_json() for t in made))
-    cfg = Config(run_dir=str(run_dir), seed=3, profile=Profile(**{"rollouts_per_turn": 8, **profile}))
+    rendering = Rendering(workers=1, cache=False)  # other processes would need a real tokenizer
+    cfg = Config(
+        run_dir=str(run_dir), seed=3, rendering=rendering, profile=Profile(**{"rollouts_per_turn": 8, **profile})
+    )
     return replace(cfg, generation=replace(cfg.generation, max_sequences=in_flight))

@@ -20,10 +20,11 @@ from pivotrl.profiling.stage import run_profile
 K = 16
 
 
-def simulated(n: int, seed: int) -> list[list[float]]:
+def simulated(n: int, seed: int, wrong: float = 0.42, right: float = 0.26) -> list[list[float]]:
     """Rewards of K rollouts of turns with known success rates; two thirds of the turns can teach nothing."""
     draw = random.Random(seed)
-    rates = [draw.choices([0.0, 1.0, draw.random()], [0.42, 0.26, 0.32])[0] for _ in range(n)]
+    shares = [wrong, right, 1 - wrong - right]
+    rates = [draw.choices([0.0, 1.0, draw.random()], shares)[0] for _ in range(n)]
     return [[float(draw.random() < p) for _ in range(K)] for p in rates]
 
 
@@ -45,26 +46,51 @@ def kept(rewards: list[float]) -> bool:
     return is_kept(int(sum(rewards)), len(rewards), 0.6)
 
 
+def compare(played: list[list[float]], made: list[list[float]]) -> tuple[float, float, float]:
+    """(agreement of the kept sets, share lost, share foreign)."""
+    pairs = [(kept(part), kept(whole)) for part, whole in zip(played, made, strict=True)]
+    both = sum(a and b for a, b in pairs)
+    found, wanted = sum(a for a, _ in pairs), sum(b for _, b in pairs)
+    return 2 * both / (found + wanted), 1 - both / wanted, 1 - both / found
+
+
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("error", [0.02, 0.05])
-def test_realised_error_and_cost_are_the_stated_ones(error: float, seed: int) -> None:
+@pytest.mark.parametrize("error", [0.05, 0.1])
+def test_realised_agreement_and_cost_are_the_stated_ones(error: float, seed: int) -> None:
     made = simulated(6000, seed)
     plan = make_plan(counts(simulated(2000, seed + 100)), 2, 0.6, error)  # turns alike, not the same ones
     played = [play(plan, rewards) for rewards in made]
-    wrong = sum(kept(part) != kept(whole) for part, whole in zip(played, made, strict=True)) / len(made)
-    assert plan.expected_error <= error
-    assert wrong == pytest.approx(plan.expected_error, abs=0.009)
+    agreement, lost, foreign = compare(played, made)
+    assert plan.expected_agreement > plan.agreement_bound >= 1 - error
+    assert agreement == pytest.approx(plan.expected_agreement, abs=0.015)
+    assert (lost, foreign) == (
+        pytest.approx(plan.expected_lost, abs=0.025),
+        pytest.approx(plan.expected_foreign, abs=0.01),
+    )
     assert sum(map(len, played)) / len(made) == pytest.approx(plan.expected_rollouts, rel=0.06)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_half_of_the_rollouts_at_95_percent_agreement(seed: int) -> None:
-    made = simulated(4000, seed)
-    plan = make_plan(counts(made[:256]), 2, 0.6, 0.05)  # calibrated on some of them, as a profile is
-    played = made[:256] + [play(plan, rewards) for rewards in made[256:]]
-    agreement = sum(kept(a) == kept(b) for a, b in zip(played, made, strict=True)) / len(made)
-    assert agreement >= 0.95
-    assert sum(map(len, played)) <= K * len(made) / 2
+def test_half_of_the_rollouts_at_95_percent_agreement_on_the_kept_set() -> None:
+    """Turns as in the public conversational set: 44.7 % of its rows with a mean of at most 0.6 are all wrong."""
+    found = []
+    for seed in range(6):
+        made = simulated(4000, seed, wrong=0.13, right=0.55)
+        plan = make_plan(counts(made[:256]), 2, 0.6, 0.05)  # calibrated on some of them, as a profile is
+        played = made[:256] + [play(plan, rewards) for rewards in made[256:]]
+        agreement, lost, foreign = compare(played, made)
+        assert agreement >= 0.935 and lost < 0.1 and foreign < 0.05
+        assert sum(map(len, played)) <= K * len(made) / 2
+        found.append(agreement)
+    assert sum(found) / len(found) >= 0.95
+
+
+def test_nothing_halves_the_rollouts_by_much_more_where_most_turns_are_hopeless() -> None:
+    """Even where the shares are known: a turn that was wrong ten times is still a pivot too often to be given up."""
+    final = [0.32 / 17 + (0.42 if j == 0 else 0.26 if j == K else 0.0) for j in range(K + 1)]
+    known = make_plan([1e9 * p for p in final], 1, 0.6, 0.05)
+    assert 0.95 <= known.expected_agreement < 0.96
+    assert 1.85 < K / known.expected_rollouts < 2.1
+    assert known.expected_foreign < 0.02 < known.expected_lost
 
 
 def test_no_error_means_only_certain_verdicts_stop() -> None:
@@ -79,7 +105,7 @@ def test_no_error_means_only_certain_verdicts_stop() -> None:
 
 def test_a_plan_is_the_cheapest_of_all_for_its_price() -> None:
     """Against every stopping rule of a small problem, by brute force."""
-    histogram, total, error = [50.0, 20.0, 10.0, 40.0], 3, 0.15
+    histogram, total, error = [50.0, 20.0, 10.0, 40.0], 3, 0.4
     mass = sum(histogram) + 1
     final = [(h + 1 / 4) / mass for h in histogram]
     states = [(n, right) for n in (1, 2) for right in range(n + 1)]
@@ -112,7 +138,8 @@ def test_a_plan_is_the_cheapest_of_all_for_its_price() -> None:
 @settings(max_examples=40, deadline=None)
 def test_every_plan_keeps_its_error(histogram: list[int], round: int, lam: float, error: float) -> None:
     plan = make_plan(histogram, round, lam, error)
-    assert 0 <= plan.expected_error <= plan.error_bound <= error + 1e-12
+    assert 1 >= plan.expected_agreement >= plan.agreement_bound >= 1 - error - 1e-9
+    assert 0 <= plan.expected_error <= 1
     assert min(round, plan.rollouts) - 1e-9 <= plan.expected_rollouts <= plan.rollouts + 1e-9
     assert all(n > 0 for n, _ in plan.stops)
 
@@ -137,7 +164,7 @@ def test_an_adaptive_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     use(monkeypatch, tmp_path)
     made = turns(120, seed=2)
     fixed = run_profile(make(tmp_path / "fixed", made), tmp_path / "fixed")
-    options = Adaptive(enabled=True, calibration_turns=60, error=0.05)
+    options = Adaptive(enabled=True, round=2, calibration_turns=60, error=0.05)
     cfg = make(tmp_path / "adaptive", made, adaptive=options)
     summary = run_profile(cfg, tmp_path / "adaptive")
     assert summary["turns"] == fixed["turns"]

@@ -21,6 +21,7 @@ from pivotrl.tracking.charts import (
     line_chart,
     scatter,
     stacked_bar,
+    strip,
     ticks,
 )
 
@@ -95,3 +96,10 @@ def test_ticks_are_few_round_and_inside(low: float, span: float) -> None:
 )
 def test_labels_are_short(value: float, text: str) -> None:
     assert label(value) == text
+
+
+def test_strip_shares_its_width() -> None:
+    text = strip([("a<", 1, "#000"), ("none", 0, "#111"), ("b", 3, "#222")], width=100)
+    assert [float(w) for w in re.findall(r'<rect x="[\d.]+" y="0" width="([\d.]+)"', text)] == [24, 74]
+    assert "<title>a&lt;: 1</title>" in text and "none: 0</title>" not in text
+    assert "<rect" not in strip([("a", 0, "#000")])

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pivotrl.profiling.ledger import Cost, break_even
+from pivotrl.profiling.ledger import Cost
+from pivotrl.tracking.break_even import break_even
 
 
 def test_costs_add() -> None:

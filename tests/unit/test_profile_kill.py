@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")  # no import at each start, so that k
 TURNS = turns(50, seed=5)
 OPTIONS = {
     "fixed": {"second_rollouts": 2},
-    "adaptive": {"adaptive": Adaptive(enabled=True, calibration_turns=20, error=0.1)},
+    "adaptive": {"adaptive": Adaptive(enabled=True, round=2, calibration_turns=20, error=0.1)},
 }
 
 

@@ -39,7 +39,9 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
         rows.append(
             {
                 "turn_id": turn_id,
+                "trajectory_id": f"retail_{i // 5:03d}",
                 "depth": i % 5,
+                "demonstration": [demonstration["tool_calls"][0]["name"]],
                 "domain": "outfitters",
                 "family": family,
                 "n": 8,
@@ -105,7 +107,7 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
     mixed = sum(0 < (r["mean"] or 0) < 1 for r in rows)
     write_json(
         run_dir / "turns" / "summary.json",
-        {"trajectories": 24, "turns": turns, "skipped": {"too_long": 3}, "splits": {"train": 96, "validation": 24}},
+        {"trajectories": {"read": 25, "kept": 24, "skipped": {"too_long": 1}}, "turns": {"kept": turns}},
     )
     write_json(
         run_dir / "profile" / "summary.json",
@@ -113,6 +115,7 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
             "turns": turns,
             "rollouts": 8 * turns,
             "uninformative_share": 0.6,
+            "verdicts": {"match": 700, "text_instead_of_call": 260},
             "tokens": {"prompt": 864_000, "cached": 790_112, "generated": 36_480},
             "seconds": 212.0,
         },
@@ -124,6 +127,10 @@ def build_run(run_dir: Path, turns: int = 120, seed: int = 0) -> Path:
             "lambda_diff": 0.6,
             "counts": {"cand": turns, "mixed": mixed, "adv": len(pivots), "adv_zeros": len(pivots) + 40},
             "kept": len(pivots),
+            "adv_by_lambda": {f"{k / 10:g}": 4 * k for k in range(1, 11)},
+            "adv_zeros_by_lambda": {f"{k / 10:g}": 4 * k + 40 for k in range(1, 11)},
+            "informative_share": {"2": 0.2, "8": 0.4},
+            "kept_informative_share_second_profile": {"2": 0.35},
         },
     )
     metrics = []
@@ -221,6 +228,59 @@ def test_full_run_shows_every_section(tmp_path: Path) -> None:
     assert "864\u202f000" in text  # prompt tokens of the profile in the ledger
 
 
+def cells(text: str, first: str) -> list[str]:
+    """The cells of the table line that begins with `first`, without tags."""
+    line = next(m[1] for m in re.finditer(r"<tr>(.*?)</tr>", text, re.DOTALL) if re.match(f"<td[^>]*>{first}<", m[1]))
+    return [re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", line, re.DOTALL)]
+
+
+def test_the_profile_by_tool_depth_and_trajectory(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    data = report_data.load(tmp_path)
+    text = report.render(data)
+    rows = [r for r in data.profile if r["demonstration"] == ["get_order"]]
+    mixed = [r for r in rows if r["variance"]]
+    found = cells(text, "get_order")
+    assert found[1] == str(len(rows))
+    assert found[3] == f"{100 * len(mixed) / len(rows):.0f} %"
+    assert found[4] == str(sum(r["turn_id"] in data.pivots for r in rows))
+    assert found[8] == str(sum(r["truncated"] for r in rows))
+    assert len(cells(text, "outfitters / returns")) == 9
+    assert "and 12 more" in text  # 24 trajectories, the 12 of most signal are shown
+    depth_bars = sum(t.startswith("depth 3") or ", depth 3<" in t for t in re.findall(r"<title>[^<]*<", text))
+    assert depth_bars == len({report_data.outcome(r) for r in data.profile if r["depth"] == 3})
+
+
+def test_most_and_least_informative_turns_with_their_verdicts(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    data = report_data.load(tmp_path)
+    lists = dict(report_data.ranked(data))
+    best = next(rows for title, rows in lists.items() if title.startswith("Most"))
+    assert best[0]["variance"] == max(r["variance"] or 0 for r in data.profile)
+    assert all(r["variance"] == 0 for title, rows in lists.items() if title.startswith("Least") for r in rows)
+    assert all(r["unscorable"] or r["truncated"] for r in lists["Unscorable or truncated rollouts"])
+    assert lists["Unscorable or truncated rollouts"][0]["turn_id"] == "retail_001#2"  # eight unscorable
+    text = report.render(data)
+    found = cells(text, f"<code>{best[0]['turn_id']}</code>")
+    right = best[0]["right"]
+    counts = sorted([f"match × {right}", f"text_instead_of_call × {8 - right}"], key=lambda t: (-int(t[-1]), t))
+    assert found[-1] == ", ".join(counts)
+    assert "time_out × 8" in text
+
+
+def test_lambdas_group_sizes_verdicts_and_break_even(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    text = report.render(report_data.load(tmp_path))
+    assert cells(text, r"0.6 \(used\)") == ["0.6 (used)", "24", "64"]
+    assert cells(text, "2") == ["2", "20 %", "35 %"]
+    assert cells(text, "8") == ["8", "40 %", "–"]
+    assert cells(text, "match") == ["match", "700", "72.9 %"]
+    # 120 turns of 24 trajectories: 5 turns an episode; B x G = 64; the profile took 960
+    assert cells(text, "one end-to-end step for a pivot step") == [
+        *("one end-to-end step for a pivot step", f"{960 / (64 * 4):.1f}", "2\u202f240", "6\u202f400", "65 %")
+    ]
+
+
 def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     build_run(tmp_path)
     text = report.render(report_data.load(tmp_path))
@@ -296,3 +356,13 @@ def test_equal_rollouts_merge_but_differing_verdicts_do_not() -> None:
     a = {"action": {"text": "x"}, "reward": 1.0, "reason": "match", "finish_reason": "stop"}
     merged = report_data.merge_equal([a, {**a, "reward": None}, dict(a), {**a, "reward": 0.0}])
     assert [(r["reward"], r["times"]) for r in merged] == [(1.0, 2), (0.0, 1), (None, 1)]
+
+
+def test_the_ledger_has_a_line_for_profiling_again(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    summary = json.loads((tmp_path / "train" / "summary.json").read_text())
+    again = {"rollouts": 320, "prompt": 9_000, "cached": 8_000, "generated": 7_000, "seconds": 5.0}
+    write_json(tmp_path / "train" / "summary.json", {**summary, "engine": {"train": again, "reprofile": again}})
+    text = report.render(report_data.load(tmp_path))
+    assert cells(text, "train, profiling again")[1:5] == ["320", "9\u202f000", "8\u202f000", "7\u202f000"]
+    assert "<td>2\u202f560</td>" in text  # 960 + 1280 + 320

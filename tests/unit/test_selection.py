@@ -164,6 +164,49 @@ def test_most_signal_first_or_at_random(tmp_path: Path):
     assert drawn == pivots(tmp_path, many, max_pivots=40, rank="random")[0]
 
 
+TAGGED = [{**r, "tags": tags} for r, tags in zip(ROWS, [["last"], [], ["P1"], ["P1", "last"], [], []], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "dropped"),
+    [
+        ({"domains": ["b"]}, ["b1#0", "b1#1"], 3),
+        ({"domains": ["a", "b"]}, ["a1#0", "a1#1", "a1#2", "b1#0", "b1#1"], 0),
+        ({"tags": ["P1"]}, ["a1#2", "b1#0"], 3),
+        ({"tags": ["P1", "last"]}, ["a1#0", "a1#2", "b1#0"], 2),
+        ({"drop_tags": ["last"]}, ["a1#1", "a1#2", "b1#1"], 2),
+        ({"tags": ["P1"], "drop_tags": ["last"], "domains": ["a"]}, ["a1#2"], 4),
+        ({"drop_tags": ["run_failed"]}, ["a1#0", "a1#1", "a1#2", "b1#0", "b1#1"], 0),  # a known flag, none has it
+    ],
+)
+def test_by_domain_and_tag(tmp_path: Path, options: dict[str, Any], kept: list[str], dropped: int):
+    found, summary = pivots(tmp_path, TAGGED, **options)
+    assert found == kept
+    assert summary["dropped"] == {"other_domain_or_tag": dropped}
+    assert summary["counts"]["adv"] == 5  # what the profile has, whatever is asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"domains": ["a", "retial"]}, "has retial; its domains are: a, b"),
+        ({"tags": ["P7"]}, "has P7; its tags are: P1, last"),
+        ({"drop_tags": ["lst"]}, "has lst"),
+    ],
+)
+def test_names_that_no_turn_has_are_told(tmp_path: Path, options: dict[str, Any], told: str):
+    with pytest.raises(UserError, match=told):
+        pivots(tmp_path, TAGGED, **options)
+
+
+def test_tags_and_unique_actions_must_be_in_the_profile(tmp_path: Path):
+    with pytest.raises(UserError, match=r"turns.jsonl:1: no tags"):
+        pivots(tmp_path, ROWS, tags=["last"])
+    bare = [{k: v for k, v in r.items() if k != "unique_actions"} for r in ROWS]
+    with pytest.raises(UserError, match=r"turns.jsonl:1: this profile does not tell unique actions"):
+        pivots(tmp_path, bare, min_unique_actions=2)
+
+
 def test_a_held_out_turn_in_the_profile_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"turns.jsonl:2: turn of split 'validation'"):
         pivots(tmp_path, [ROWS[0], {**ROWS[1], "split": "validation"}])
@@ -174,15 +217,19 @@ def test_what_each_lambda_would_keep_and_the_expected_share_of_mixed_groups(tmp_
     # means 1/4, 1/2, 1/4, 1/2, 1/3; mean < 0.5 is strict
     assert summary["adv_by_lambda"]["0.3"] == 2
     assert [summary["adv_by_lambda"][k] for k in ("0.2", "0.4", "0.5", "0.6", "1")] == [0, 3, 3, 5, 5]
+    zeros = pivots(tmp_path, [*ROWS, row([0, 0, 0, 0], "b1#3")])[1]["adv_zeros_by_lambda"]
+    assert [zeros[k] for k in ("0.1", "0.3", "0.6", "1")] == [1, 3, 6, 6]
     assert summary["informative_share"]["4"] == pytest.approx(4 / 5)  # of the five turns with four scored rollouts
     assert summary["informative_share"]["2"] == pytest.approx((3 * 2 / 3 + 2 * 1 / 2) / 6)
     assert "8" not in summary["informative_share"]
 
 
 def test_unbiased_mean_comes_from_the_second_profile(tmp_path: Path):
-    write_jsonl(tmp_path / "profile" / "second_turns.jsonl", [{"turn_id": "a1#0", "mean": 0.75}])
+    second = [{"turn_id": "a1#0", "mean": 0.75, "rewards": [1, 1, 1, 0]}, {"turn_id": "b1#2", "rewards": [1, 0]}]
+    write_jsonl(tmp_path / "profile" / "second_turns.jsonl", [{"mean": 0.5, **row} for row in second])
     summary = pivots(tmp_path, ROWS[:1])[1]
     assert (summary["kept_mean"], summary["kept_mean_second_profile"]) == (0.25, 0.75)
+    assert summary["kept_informative_share_second_profile"] == {"2": pytest.approx(0.5), "4": 1.0}
 
 
 @given(
