@@ -68,6 +68,9 @@ class Parallel:
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False  # sequence parallel; required by megatron-core for MoE with tensor > 1
+    # Layers of the first and last pipeline stage, where they have fewer than the others; None: as many as each other.
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
 
 @dataclass

@@ -14,6 +14,7 @@ from pivotrl import algorithm_checks
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
 from pivotrl.evaluation.harnesses import HARNESSES
+from pivotrl.layout import stage_layers
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
@@ -49,6 +50,8 @@ _POSITIVE = (
     "parallel.context",
     "parallel.expert",
     "parallel.expert_tensor",
+    "parallel.first_stage_layers",
+    "parallel.last_stage_layers",
     "sampling.max_new_tokens",
     "generation.max_sequences",
     "generation.kv_cache_gib",
@@ -357,8 +360,10 @@ def _layout(cfg: Config, world: int) -> Iterator[str]:
     if shape.kv_heads % p.tensor and (not shape.kv_heads or p.tensor % shape.kv_heads):
         kv = shape.kv_heads
         yield f"parallel.tensor={p.tensor} is neither a divisor nor a multiple of the model's {kv} key-value heads"
-    if shape.layers % p.pipeline:
-        yield f"parallel.pipeline={p.pipeline} does not divide the model's {shape.layers} layers"
+    try:
+        stage_layers(p, shape.layers)
+    except UserError as error:
+        yield str(error)
     if shape.experts and shape.experts % p.expert:
         yield f"parallel.expert={p.expert} does not divide the model's {shape.experts} experts"
     if not shape.experts and max(p.expert, p.expert_tensor) > 1:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pivotrl.config import Parallel
 from pivotrl.errors import UserError
+from pivotrl.layout import stage_layers
 from pivotrl.models.dims import Dims
 from pivotrl.policy.head import target_logprobs
 from pivotrl.policy.modules import RMSNorm, SwiGLU
@@ -123,7 +124,6 @@ def transformer_config(
     for what, size, by, key in (
         ("key-value heads", dims.kv_heads, parallel.tensor, "tensor"),
         ("ffn size", dims.ffn, parallel.tensor, "tensor"),
-        ("layers", dims.layers, parallel.pipeline, "pipeline"),
         ("experts", dims.experts, parallel.expert, "expert"),
         ("expert ffn size", dims.moe_ffn, parallel.expert_tensor, "expert_tensor"),
     ):
@@ -135,6 +135,7 @@ def transformer_config(
         )
     if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
         raise UserError("parallel.expert: this model has no experts; set expert and expert_tensor to 1")
+    stage_layers(parallel, dims.layers)  # refuses what cannot be dealt out
     cuda = torch.cuda.is_available()
     # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
     dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"
@@ -156,6 +157,8 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,

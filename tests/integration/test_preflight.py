@@ -245,3 +245,12 @@ def test_all_problems_come_in_one_list(place: Place, capsys: pytest.CaptureFixtu
     assert "2 problems before anything is queued" in said
     assert "time_limit" in said
     assert "group_size" in said
+
+
+def test_layout_and_memory_are_printed(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show-layout", "--rank", "7", *place.overrides()]) == 0
+    shown = capsys.readouterr().out
+    assert "parameters of the model: 30,532,122,624" in shown
+    assert "rank 7: tensor" in shown
+    assert "trainer" in shown and "KV cache of one sequence" in shown
+    assert cli.main(["show-layout", "--rank", "x", *place.overrides()]) == 2
