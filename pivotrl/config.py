@@ -74,6 +74,15 @@ class Parallel:
 
 
 @dataclass
+class Experts:
+    """Routers of a mixture of experts in training. No auxiliary loss: it would pull against the reward."""
+
+    train_router: bool = True  # False: router weights stay those of the start policy
+    router_dtype: str = "fp32"  # "fp32" | "fp64": scores of the routers
+    replay: bool = False  # train with the choices of the generator's routers; needs generation.routed_experts
+
+
+@dataclass
 class Precision:
     policy: str = "bf16"  # "fp32" | "bf16": compute and parameter dtype; main weights and Adam are always float32
     engine: str = "bf16"
@@ -344,6 +353,7 @@ class Config:
     environment: Environment = field(default_factory=Environment)
     parallel: Parallel = field(default_factory=Parallel)
     precision: Precision = field(default_factory=Precision)
+    experts: Experts = field(default_factory=Experts)
     sampling: Sampling = field(default_factory=Sampling)
     generation: Generation = field(default_factory=Generation)
     profile: Profile = field(default_factory=Profile)

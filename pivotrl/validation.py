@@ -23,6 +23,7 @@ from pivotrl.trajectories.flags import FLAGS
 _CHOICES: dict[str, tuple[str, ...]] = {
     **algorithm_checks.CHOICES,
     "precision.policy": ("fp32", "bf16"),
+    "experts.router_dtype": ("fp32", "fp64"),
     "precision.engine": ("fp32", "bf16"),
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
     "select.set": ("cand", "mixed", "adv", "adv_zeros"),
@@ -280,6 +281,8 @@ def _method(cfg: Config) -> Iterator[str]:
             f"model.context_length={cfg.model.context_length}"
         )
     yield from algorithm_checks.algorithm_conflicts(cfg.algorithm)
+    if cfg.experts.replay and not cfg.generation.routed_experts:
+        yield "experts.replay=true needs generation.routed_experts=true: the engine must say which experts it chose"
     if cfg.precision.fp8 is not None and cfg.precision.policy != "bf16":
         yield f"precision.fp8={cfg.precision.fp8} needs precision.policy=bf16, not {cfg.precision.policy}"
 

@@ -18,13 +18,14 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from pivotrl.config import Parallel
+from pivotrl.config import Experts, Parallel
 from pivotrl.errors import UserError
 from pivotrl.layout import stage_layers
 from pivotrl.models.dims import Dims
+from pivotrl.policy.experts import local_choices
 from pivotrl.policy.head import target_logprobs
 from pivotrl.policy.modules import RMSNorm, SwiGLU
-from pivotrl.policy.prefix_tree import PrefixTree, split_rows
+from pivotrl.policy.prefix_tree import Ints, PrefixTree, split_rows
 from pivotrl.policy.tree_attention import (
     ContextSplit,
     TreeAttention,
@@ -67,8 +68,25 @@ class PolicyModel(GPTModel):
         logprobs, entropy = target_logprobs(hidden, weight, p.pair_source, p.pair_token - first, p.temperature, group)
         return torch.stack([logprobs, entropy[p.pair_source]])  # [2, P]
 
-    def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float) -> Tensor:
-        """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs."""
+    def _choices(self, tree: PrefixTree, rows: Ints, device: torch.device) -> Tensor | None:
+        e, config = tree.experts, self.config
+        if e is None:
+            return None
+        number, k = sum(config.moe_layer_freq or ()), config.moe_router_topk
+        if e.shape[1:] != (number, k) or e.max() >= config.num_moe_experts:
+            raise UserError(
+                f"routed experts {list(e.shape[1:])} up to number {e.max()}: the model has {number} layers with "
+                f"experts, {k} of {config.num_moe_experts} for each token"
+            )
+        group = groups.get_tensor_model_parallel_group()
+        part = (group.rank(), group.size()) if config.sequence_parallel else (0, 1)
+        return local_choices(e, rows, *part, device)
+
+    def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float, replay: bool = True) -> Tensor:
+        """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs.
+
+        `replay` False: the routers choose themselves, whatever experts the tree names.
+        """
         device = next(self.parameters()).device
         group = groups.get_context_parallel_group()
         parts = split_rows(tree.position_ids, group.size())
@@ -104,6 +122,7 @@ class PolicyModel(GPTModel):
             pair_source=torch.from_numpy(pair_source).to(device),
             pair_token=torch.from_numpy(tree.pair_token[mine]).to(device),
             temperature=temperature,
+            experts=self._choices(tree, rows, device) if replay else None,
         )
         ids, positions = (torch.from_numpy(x[rows]).to(device)[None] for x in (tree.token_ids, tree.position_ids))
         out: Tensor = wrapped(ids, positions, None, packed_seq_params=params)  # ids [1, R]
@@ -115,7 +134,12 @@ class PolicyModel(GPTModel):
 
 
 def transformer_config(
-    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype, recompute: bool
+    settings: dict[str, Any],
+    dims: Dims,
+    parallel: Parallel,
+    dtype: torch.dtype,
+    recompute: bool,
+    experts: Experts | None = None,
 ) -> TransformerConfig:
     """TransformerConfig of a family's settings, with what depends on devices, precision and parallel layout.
 
@@ -136,6 +160,8 @@ def transformer_config(
     if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
         raise UserError("parallel.expert: this model has no experts; set expert and expert_tensor to 1")
     stage_layers(parallel, dims.layers)  # refuses what cannot be dealt out
+    if dims.experts and experts is not None:
+        settings = {**settings, "moe_router_dtype": experts.router_dtype}
     cuda = torch.cuda.is_available()
     # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
     dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"

@@ -25,13 +25,14 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from pivotrl.config import Optimizer, Parallel, Precision
+from pivotrl.config import Experts, Optimizer, Parallel, Precision
 from pivotrl.errors import UserError
 from pivotrl.models.dims import Dims, rope_theta
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, plan
 from pivotrl.models.registry import family_for
 from pivotrl.policy import cpu_shim, distributed
+from pivotrl.policy.experts import Routers
 from pivotrl.policy.memory import release_unused
 from pivotrl.policy.model import PolicyModel, build_model, transformer_config
 from pivotrl.policy.offload import TrainerMemory
@@ -68,7 +69,9 @@ def _combine(key: str, before: float | None, value: float) -> float:
 class MegatronPolicy:
     """A causal language model on megatron-core: log-probs, training steps, weights under Hugging Face names."""
 
-    def __init__(self, model: PolicyModel, dims: Dims, table: dict[str, Entry], seed: int) -> None:
+    def __init__(
+        self, model: PolicyModel, dims: Dims, table: dict[str, Entry], seed: int, train_router: bool = True
+    ) -> None:
         self.model, self.dims, self.table, self.seed = model, dims, table, seed
         self.settings: Optimizer | None = None
         self.total_steps = 0
@@ -77,6 +80,9 @@ class MegatronPolicy:
         self.wrapped: Any = Float16Module(model.config, model) if model.config.bf16 else model
         self._reference: list[Tensor] | None = None
         self.refit_source = RefitSource(model, dims, table)
+        moe = tuple(dims.kind(i) == "moe" for i in range(dims.layers))
+        self.routers = Routers(model, moe, train_router)
+        self._replay = True
 
     @classmethod
     def load(
@@ -89,11 +95,13 @@ class MegatronPolicy:
         total_steps: int,
         seed: int,
         keep_reference: bool = False,
+        experts: Experts | None = None,
     ) -> MegatronPolicy:
         """Build the policy of a Hugging Face folder in this process's place of the parallel layout.
 
         Args: `optimizer` None gives a policy for log-probs only; `max_length` in tokens; `total_steps` is the
-        schedule's; `keep_reference` keeps a CPU copy of these weights for `reference()`.
+        schedule's; `keep_reference` keeps a CPU copy of these weights for `reference()`; `experts`
+        settings of the routers (default: trained).
         Raises UserError for a model, layout or precision that cannot be had.
         """
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -111,14 +119,14 @@ class MegatronPolicy:
         if torch.cuda.is_available():
             model_parallel_cuda_manual_seed(seed)
         recompute = optimizer is not None and optimizer.recompute
-        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute)
+        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute, experts)
         with cpu_shim.scope():
             model = build_model(config, dims, theta, max_length)
         table = plan(family.rules, dims)
         load_weights(model, folder, family, dims, table)
         if torch.cuda.is_available():
             model.cuda()
-        policy = cls(model, dims, table, seed)
+        policy = cls(model, dims, table, seed, train_router=experts is None or experts.train_router)
         if keep_reference:
             policy._reference = [p.detach().cpu().clone() for p in model.parameters()]
         if optimizer is not None:
@@ -223,6 +231,7 @@ class MegatronPolicy:
             return loss, {"loss": loss.detach(), **{k: v.detach() for k, v in metrics.items()}}
 
         sums = self._sum_metrics(self._forward_backward(trees, temperature, loss_of, forward_only=False), trees)
+        sums |= self.routers.take_load(next(self.model.parameters()).device)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
         skipped = not (math.isfinite(norm) and math.isfinite(sums.get("loss", 0.0)))
@@ -259,8 +268,10 @@ class MegatronPolicy:
         try:
             for p, initial in zip(parameters, self._reference, strict=True):
                 p.data = initial.to(p.device)
+            self._replay = False  # those choices are of another policy
             yield
         finally:
+            self._replay = True
             for p, data in zip(parameters, trained, strict=True):
                 p.data = data
 
@@ -285,7 +296,7 @@ class MegatronPolicy:
 
         def forward_step(iterator: Iterator[PrefixTree], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             tree = next(iterator)
-            out = self.model.run(wrapped, tree, temperature)
+            out = self.model.run(wrapped, tree, temperature, self._replay)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 value, metrics = loss_of(tree, output)
