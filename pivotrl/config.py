@@ -86,7 +86,11 @@ class Experts:
 class Precision:
     policy: str = "bf16"  # "fp32" | "bf16": compute and parameter dtype; main weights and Adam are always float32
     engine: str = "bf16"
-    fp8: str | None = None  # Transformer Engine recipe; GPU only
+    # Linear layers in FP8 by a recipe of Transformer Engine: "delayed" | "tensorwise" | "blockwise" (Hopper and newer) |
+    # "mxfp8" (Blackwell). Embedding, head, routers, norms and attention stay in bf16 (routers as experts.router_dtype).
+    fp8: str | None = None
+    fp8_first_layers_bf16: int = 0  # layers at either end that stay in bf16 as well
+    fp8_last_layers_bf16: int = 0
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pivotrl import algorithm_checks
+from pivotrl import algorithm_checks, fp8
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
 from pivotrl.evaluation.harnesses import HARNESSES
@@ -94,6 +94,8 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     *algorithm_checks.NOT_NEGATIVE,
     "seed",
+    "precision.fp8_first_layers_bf16",
+    "precision.fp8_last_layers_bf16",
     "sampling.temperature",
     "sampling.top_k",
     "profile.second_rollouts",
@@ -283,6 +285,9 @@ def _method(cfg: Config) -> Iterator[str]:
     yield from algorithm_checks.algorithm_conflicts(cfg.algorithm)
     if cfg.experts.replay and not cfg.generation.routed_experts:
         yield "experts.replay=true needs generation.routed_experts=true: the engine must say which experts it chose"
+    shape = model_shape(cfg.model.path)
+    if cfg.precision.fp8 in (None, *fp8.RECIPES):
+        yield from fp8.conflicts(cfg.precision, shape.layers if shape else 0, cfg.parallel)
     if cfg.precision.fp8 is not None and cfg.precision.policy != "bf16":
         yield f"precision.fp8={cfg.precision.fp8} needs precision.policy=bf16, not {cfg.precision.policy}"
 

@@ -18,12 +18,14 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from pivotrl.config import Experts, Parallel
+from pivotrl import fp8
+from pivotrl.config import Experts, Parallel, Precision
 from pivotrl.errors import UserError
 from pivotrl.layout import stage_layers
 from pivotrl.models.dims import Dims
 from pivotrl.policy.experts import local_choices
 from pivotrl.policy.head import target_logprobs
+from pivotrl.policy.machine import uses_transformer_engine
 from pivotrl.policy.modules import RMSNorm, SwiGLU
 from pivotrl.policy.prefix_tree import Ints, PrefixTree, split_rows
 from pivotrl.policy.tree_attention import (
@@ -79,8 +81,8 @@ class PolicyModel(GPTModel):
                 f"experts, {k} of {config.num_moe_experts} for each token"
             )
         group = groups.get_tensor_model_parallel_group()
-        part = (group.rank(), group.size()) if config.sequence_parallel else (0, 1)
-        return local_choices(e, rows, *part, device)
+        rank, size = (group.rank(), group.size()) if config.sequence_parallel else (0, 1)
+        return local_choices(e, rows, rank, size, device)
 
     def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float, replay: bool = True) -> Tensor:
         """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs.
@@ -140,6 +142,7 @@ def transformer_config(
     dtype: torch.dtype,
     recompute: bool,
     experts: Experts | None = None,
+    precision: Precision | None = None,
 ) -> TransformerConfig:
     """TransformerConfig of a family's settings, with what depends on devices, precision and parallel layout.
 
@@ -163,23 +166,25 @@ def transformer_config(
     if dims.experts and experts is not None:
         settings = {**settings, "moe_router_dtype": experts.router_dtype}
     cuda = torch.cuda.is_available()
+    fused = uses_transformer_engine()
     # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
     dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"
     return TransformerConfig(
         **settings,
         activation_func=F.silu,
-        use_te_activation_func=True,  # the hook through which SwiGLU gets both halves; nothing of TE is used
+        # without Transformer Engine: the hook through which our SwiGLU gets both halves
+        use_te_activation_func=not fused,
         use_cpu_initialization=not cuda,
         perform_initialization=False,  # every weight is loaded
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
         moe_token_dispatcher_type=dispatcher,
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
+        moe_grouped_gemm=fused and dims.experts > 0,
+        moe_permute_fusion=fused and dims.experts > 0,
         tensor_model_parallel_size=parallel.tensor,
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -195,24 +200,21 @@ def transformer_config(
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        **(fp8.settings(precision) if precision is not None else {}),
         calculate_per_token_loss=True,  # gradients are sums: the objective holds the one denominator
     )
 
 
 def build_model(config: TransformerConfig, dims: Dims, theta: float, max_length: int) -> PolicyModel:
     """The model of this rank's pipeline stage, with uninitialised weights."""
-    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"))
-    spec.layer_norm = RMSNorm
+    fused = uses_transformer_engine()
+    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm"))
     for layer in spec.layer_specs:
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = TreeAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        mlp = parts.mlp.submodules
-        mlp = mlp.experts.submodules if getattr(mlp, "experts", None) is not None else mlp
-        mlp.activation_func = SwiGLU
+        layer.submodules.self_attention.submodules.core_attention = TreeAttention
+        if not fused:
+            _use_own_parts(layer.submodules, config.qk_layernorm)
+    if not fused:
+        spec.layer_norm = RMSNorm
     model = PolicyModel(
         config,
         spec,
@@ -225,3 +227,14 @@ def build_model(config: TransformerConfig, dims: Dims, theta: float, max_length:
     )
     model.rope_theta, model.vocabulary = theta, dims.vocab
     return model
+
+
+def _use_own_parts(parts: Any, qk_norm: bool) -> None:
+    """Norms and activation of a local layer spec -> ours, which keep less for the backward."""
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if qk_norm:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    mlp = parts.mlp.submodules
+    mlp = mlp.experts.submodules if getattr(mlp, "experts", None) is not None else mlp
+    mlp.activation_func = SwiGLU

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from pivotrl import fp8
 from pivotrl.config import Experts, Optimizer, Parallel, Precision
 from pivotrl.errors import UserError
 from pivotrl.models.dims import Dims, rope_theta
@@ -33,6 +34,7 @@ from pivotrl.models.mapping import Entry, plan
 from pivotrl.models.registry import family_for
 from pivotrl.policy import cpu_shim, distributed
 from pivotrl.policy.experts import Routers
+from pivotrl.policy.machine import this_machine
 from pivotrl.policy.memory import release_unused
 from pivotrl.policy.model import PolicyModel, build_model, transformer_config
 from pivotrl.policy.offload import TrainerMemory
@@ -107,19 +109,26 @@ class MegatronPolicy:
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         if precision.policy not in dtypes:
             raise UserError(f"precision.policy: '{precision.policy}' is not known; use 'fp32' or 'bf16'")
-        if precision.fp8 is not None:
-            raise UserError("precision.fp8: this policy has no FP8 path yet; set it to null")
+        if precision.fp8 is not None and (problem := fp8.machine_problem(precision.fp8, this_machine())):
+            raise UserError(problem)
         folder = ModelFolder(Path(model_dir))
         family = family_for(folder.config)
         dims = family.dims(folder.config)
         settings = family.to_megatron_kwargs(folder.config)
+        if precision.fp8 is not None:
+            found = [
+                *fp8.conflicts(precision, dims.layers, parallel),
+                *fp8.size_problems(precision.fp8, dims, parallel),
+            ]
+            if found:
+                raise UserError("; ".join(found))
         theta = rope_theta(folder.config)
         distributed.initialise(parallel)
         torch.manual_seed(seed)
         if torch.cuda.is_available():
             model_parallel_cuda_manual_seed(seed)
         recompute = optimizer is not None and optimizer.recompute
-        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute, experts)
+        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute, experts, precision)
         with cpu_shim.scope():
             model = build_model(config, dims, theta, max_length)
         table = plan(family.rules, dims)
@@ -279,10 +288,9 @@ class MegatronPolicy:
         """This data-parallel rank's micro-batches; as many on every rank."""
         budget = self.settings.tokens_per_microbatch if self.settings else EVALUATION_TOKENS
         plans = schedule(sequences, budget, groups.get_data_parallel_world_size())
-        config = self.model.config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        if config.context_parallel_size > 1:  # rows are dealt in pieces of 16 at least
-            multiple = config.context_parallel_size * math.lcm(multiple, 16)
+        c = self.model.config
+        sizes = Parallel(c.tensor_model_parallel_size, context=c.context_parallel_size, sequence=c.sequence_parallel)
+        multiple = fp8.row_multiple(sizes, c.fp8_recipe if c.fp8 else None)
         return [build_tree(sequences, batch, multiple) for batch in plans[groups.get_data_parallel_rank()]]
 
     def _forward_backward(

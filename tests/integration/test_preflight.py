@@ -157,7 +157,12 @@ BY_OVERRIDE = [
     ("sampling.temperature=0", "profile", "every variance and every advantage would be 0"),
     ("sampling.max_new_tokens=40000", "profile", "leaves no room for a state"),
     ("model.context_length=300000", "profile", "exceeds the model's 262144 positions"),
-    ("precision=fp8", "train", "the policy has no FP8 path yet"),
+    ("precision=fp8,precision.fp8=mxfp8", "train", "needs a GPU of compute capability 10.0"),
+    (
+        "precision=fp8,parallel.tensor=2,parallel.sequence=true,precision.fp8=mxfp8,parallel.expert_tensor=16",
+        "train",
+        "expert width",
+    ),
     ("generation.tensor_parallel=6", "profile", "generation.tensor_parallel=6 does not divide"),
     ("generation.gpu_memory_utilization=0.05", "profile", "the engine needs"),
     ("generation.gpu_memory_utilization=0.9", "train", "memory: training needs"),
