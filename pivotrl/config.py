@@ -86,7 +86,7 @@ class Experts:
 class Precision:
     policy: str = "bf16"  # "fp32" | "bf16": compute and parameter dtype; main weights and Adam are always float32
     engine: str = "bf16"
-    # Linear layers in FP8 by a recipe of Transformer Engine: "delayed" | "tensorwise" | "blockwise" (Hopper and newer) |
+    # Linear layers in FP8 by a recipe of Transformer Engine: "delayed" | "tensorwise" | "blockwise" (from Hopper on) |
     # "mxfp8" (Blackwell). Embedding, head, routers, norms and attention stay in bf16 (routers as experts.router_dtype).
     fp8: str | None = None
     fp8_first_layers_bf16: int = 0  # layers at either end that stay in bf16 as well
@@ -172,6 +172,7 @@ class Optimizer:
     clip_grad: float = 1.0
     tokens_per_microbatch: int = 4096  # unique tokens of the prefix trees of one forward
     max_nonfinite_steps: int = 3  # a step of non-finite loss or gradient is skipped; the run stops after that many
+    overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks while the backward goes on
     recompute: bool = False  # run each layer again in the backward: memory of layer inputs only, about a quarter slower
 
 

@@ -1,4 +1,4 @@
-"""FP8 through Transformer Engine: recipes, what they need of hardware, install, sizes and token counts. Pure arithmetic.
+"""FP8 through Transformer Engine: recipes, what they need of machine, sizes and token counts. Pure arithmetic.
 
 Only the linear layers of attention and MLPs (experts too) run in FP8. Embedding, head, routers, norms and the attention
 itself stay in bf16 or float32: they are not Transformer Engine's linear layers here.
@@ -59,7 +59,8 @@ def machine_problem(recipe: str, machine: Machine) -> str | None:
     if machine.capability < r.capability or (r.below and machine.capability >= r.below):
         fits = [n for n, o in RECIPES.items() if o.capability <= machine.capability and not _beyond(o, machine)]
         wants = f"{_dotted(r.capability)} or newer" + (f", below {_dotted(r.below)}" if r.below else "")
-        return f"{key} needs a GPU of compute capability {wants}; this one has {have} (it can: {', '.join(fits) or 'none'})"
+        can = ", ".join(fits) or "none"
+        return f"{key} needs a GPU of compute capability {wants}; this one has {have} (it can: {can})"
     if machine.cuda is not None and machine.cuda < r.cuda:
         return f"{key} needs CUDA {_dotted(r.cuda)}, torch was built for {_dotted(machine.cuda)}: install a newer build"
     return None
@@ -128,8 +129,8 @@ def conflicts(precision: Precision, layers: int, parallel: Parallel) -> Iterator
         return
     if precision.fp8 == "delayed" and (first or last):
         yield (
-            "precision.fp8_first_layers_bf16 and fp8_last_layers_bf16 need another recipe than delayed, whose maxima are "
-            "reduced once for all layers"
+            "precision.fp8_first_layers_bf16 and fp8_last_layers_bf16 need another recipe than delayed, whose maxima "
+            "are reduced once for all layers"
         )
     if layers and max(first, last) > layers // parallel.pipeline:
         yield (

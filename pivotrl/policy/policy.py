@@ -116,11 +116,8 @@ class MegatronPolicy:
         dims = family.dims(folder.config)
         settings = family.to_megatron_kwargs(folder.config)
         if precision.fp8 is not None:
-            found = [
-                *fp8.conflicts(precision, dims.layers, parallel),
-                *fp8.size_problems(precision.fp8, dims, parallel),
-            ]
-            if found:
+            found = list(fp8.conflicts(precision, dims.layers, parallel))
+            if found := found + list(fp8.size_problems(precision.fp8, dims, parallel)):
                 raise UserError("; ".join(found))
         theta = rope_theta(folder.config)
         distributed.initialise(parallel)
@@ -149,7 +146,11 @@ class MegatronPolicy:
         self.settings, self.total_steps = settings, total_steps
         self.wrapped = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=settings.overlap_grad_reduce,
+            ),
             self.wrapped,
         )
         self.optimizer = get_megatron_optimizer(
@@ -168,6 +169,8 @@ class MegatronPolicy:
             ),
             [self.wrapped],
         )
+        if settings.overlap_grad_reduce:  # once a step: in the backward of its last micro-batch
+            config.no_sync_func = self.wrapped.no_sync
         for group in self._groups():
             if "fused" in group and not torch.cuda.is_available():  # torch's Adam: one pass over memory instead of ten
                 group.update(fused=True, foreach=False)

@@ -105,7 +105,7 @@ def build_tree(
     number of rows at most; one for the pivots of a trajectory), and small siblings stand side by side.
     A row that several sequences share takes the experts of the lexicographically first of them that has any.
     Without any sequence the tree is padding only: a micro-batch that takes part in the collectives of a step and has
-    no loss. Padding rows come last and form a root of their own, which nothing else sees.
+    no loss. Padding rows come last, which no other row sees.
     """
     indices = range(len(sequences)) if indices is None else indices
     chosen = [sequences[i] for i in indices]
@@ -133,12 +133,18 @@ def build_tree(
     walk = _largest_first(_concatenate(parents), sizes[:rows])
     row_of = np.argsort(walk)  # row before -> row now
     parent = np.concatenate([[-1], row_of])[_concatenate(parents)[walk] + 1]
-    parent = np.concatenate([parent, np.arange(padding) - 1 + np.where(np.arange(padding), rows, 0)])
+    # Padding repeats the first chain of the tree (without one: of the list), as roots of its own: nothing sees it, and
+    # what it computes is computed elsewhere, too, so that no maximum of an FP8 scale is its own.
+    walked = _concatenate(tokens)[walk]
+    lead = walked[: _first_chain(parent)] if rows else np.asarray(sequences[0].token_ids if sequences else [0])
+    places = np.arange(padding) % len(lead)
+    parent = np.concatenate([parent, np.where(places, rows + np.arange(padding) - 1, -1)])
+    ends = np.minimum(padding, np.arange(padding) - places + len(lead))
     pairs.sort(key=lambda p: p[0])
     return PrefixTree(
-        token_ids=np.concatenate([_concatenate(tokens)[walk], np.zeros(padding, dtype=np.int64)]),
+        token_ids=np.concatenate([walked, lead[places]]),
         position_ids=_depths(parent),
-        subtree_end=np.arange(rows + padding) + np.concatenate([sizes[:rows][walk], np.arange(padding, 0, -1)]),
+        subtree_end=np.concatenate([np.arange(rows) + sizes[:rows][walk], rows + ends]),
         chains=_chains(parent),
         pair_row=row_of[_concatenate([r for _, r, _ in pairs])],
         pair_token=_concatenate([t for _, _, t in pairs]),
@@ -146,20 +152,21 @@ def build_tree(
         pair_offset=_concatenate([np.arange(len(r)) for _, r, _ in pairs]),
         tokens_total=sum(len(s.token_ids) for s in chosen),
         tokens_unique=unique,
-        experts=_experts(routed, row_of, rows + padding),
+        experts=_experts(routed, row_of, np.concatenate([np.arange(rows), places])) if rows else None,
     )
 
 
-def _experts(routed: list[tuple[Ints, Ints]], row_of: Ints, rows: int) -> Ints | None:
+def _experts(routed: list[tuple[Ints, Ints]], row_of: Ints, rows: Ints) -> Ints | None:
+    """Choices of each of `rows`, of the tree without padding."""
     if not routed:
         return None
     shapes = {e.shape[1:] for _, e in routed}
     if len(shapes) > 1:
         raise UserError(f"routed experts of one batch differ in [layers, k]: {sorted(shapes)}")
-    found = np.full((rows, *shapes.pop()), -1, dtype=np.int64)
+    found = np.full((len(row_of), *shapes.pop()), -1, dtype=np.int64)
     for path, experts in reversed(routed):  # the first one last: it stays
         found[row_of[path]] = experts[: len(path)]
-    return found
+    return found[rows]
 
 
 def pack(sequences: Sequence[TokenSequence], budget: int) -> list[list[int]]:
@@ -268,6 +275,12 @@ def _largest_first(parent: Ints, sizes: Ints) -> Ints:
         below = children.get(int(stops[segment]) - 1 if segment >= 0 else -1, [])
         stack.extend(sorted(below, key=lambda s: (sizes[starts[s]], -s)))  # the last is taken first
     return _concatenate(walk)
+
+
+def _first_chain(parent: Ints) -> int:
+    """Rows from the first on of which each is the parent of the next."""
+    starts = _chain_starts(parent)
+    return int(starts[1]) if len(starts) > 1 else len(parent)
 
 
 def _chain_starts(parent: Ints) -> Ints:

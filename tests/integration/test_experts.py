@@ -108,7 +108,7 @@ def test_a_shared_row_takes_the_choices_of_the_first_sequence() -> None:
         assert (rows[token, position] == a[position]).all()
     assert (rows[9, 2] == b[2]).all()
     assert (rows[8, 2] == -1).all()  # of a sequence without choices
-    assert (rows[0, 0] == -1).all()  # padding
+    assert (tree.experts[tree.tokens_unique :] == tree.experts[[0, 1]]).all()  # padding repeats the first chain
     assert build_tree([TokenSequence((1, 2), (1,))]).experts is None
 
 

@@ -81,8 +81,8 @@ def load(folder: Path, parallel: Parallel, settings: Optimizer) -> MegatronPolic
     return MegatronPolicy.load(folder, parallel, Precision(policy="fp32"), settings, 64, DESCENT_STEPS, seed=0)
 
 
-def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any]) -> None:
-    policy = load(folder / name, parallel, GRADIENT)
+def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], **changes: Any) -> None:
+    policy = load(folder / name, parallel, replace(GRADIENT, **changes))
     got = policy.logprobs(batch(), TEMPERATURE)
     near = max((a - b).abs().max().item() for a, b in zip(got, wanted["logprobs"], strict=True))
     if "replayed" in wanted:
@@ -94,7 +94,7 @@ def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any]) -
     assert set(after) == set(wanted["gradients"])
     far = {n: (before[n] - t - wanted["gradients"][n]).abs().max().item() for n, t in after.items()}
     worst = max(far, key=lambda n: far[n])
-    policy = load(folder / name, parallel, DESCENT)
+    policy = load(folder / name, parallel, replace(DESCENT, **changes))
     losses = [policy.train_step(batch(), objective, TEMPERATURE)["loss"] for _ in range(DESCENT_STEPS)]
     apart = max(abs(a - b) for a, b in zip(losses, wanted["losses"], strict=True))
     what = f"{name} {parallel}"
@@ -107,8 +107,12 @@ def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any]) -
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    references = {n: torch.load(folder / f"{n}.reference", weights_only=False) for n in ("llama", "qwen3_moe")}
     for name, parallel in CASES:
-        check(folder, name, parallel, torch.load(folder / f"{name}.reference", weights_only=False))
+        check(folder, name, parallel, references[name])
+        shutdown_groups()
+    for name, parallel in (("qwen3_moe", Parallel(expert=2)), ("llama", Parallel(pipeline=2))):
+        check(folder, name, parallel, references[name], overlap_grad_reduce=True)
         shutdown_groups()
     dist.barrier()
     dist.destroy_process_group()
