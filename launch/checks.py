@@ -7,17 +7,19 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch import memory
 from launch.jobs import Job, world_size
 from launch.model_files import importable, raw_config
 from launch.render import script
-from pivotrl import stage_state
+from pivotrl import fp8, stage_state
 from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.stages import STAGES
 from pivotrl.validation import get
 
+_CAPABILITY = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}  # of conf/cluster
 _SBATCH_SECONDS = 30
 
 
@@ -25,8 +27,6 @@ def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
     """What the schema allows and the policy refuses once it runs (`pivotrl.policy`)."""
     if not any(STAGES[s].policy for s in stages):
         return
-    if cfg.precision.fp8 is not None:
-        yield f"precision.fp8={cfg.precision.fp8}: the policy has no FP8 path yet; set precision=bf16"
     raw = raw_config(cfg)
     if raw is not None and importable("torch"):
         from pivotrl.models.dims import rope_theta
@@ -37,6 +37,22 @@ def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
             rope_theta(raw)
         except UserError as error:
             yield f"model.path={cfg.model.path}: {error}"
+    if cfg.precision.fp8 in fp8.RECIPES:
+        yield from _fp8(cfg, cfg.precision.fp8, raw)
+
+
+def _fp8(cfg: Config, recipe: str, raw: dict[str, Any] | None) -> Iterator[str]:
+    """What the cluster's GPUs and the model's sizes say to a recipe; its install is the nodes' (checked on start)."""
+    capability = _CAPABILITY.get(cfg.cluster.name)
+    if capability and (
+        problem := fp8.machine_problem(recipe, fp8.Machine(capability, fp8.RECIPES[recipe].version, None))
+    ):
+        yield problem
+    if raw is not None:
+        try:
+            yield from fp8.size_problems(recipe, memory.read_model(raw.get("text_config", raw)).dims, cfg.parallel)
+        except UserError:
+            return  # told above
 
 
 def verifier(cfg: Config) -> Iterator[str]:

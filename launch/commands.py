@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from launch import follow, preflight, render
+from launch import follow, preflight, render, report
 from launch.jobs import PIPELINE, Job, jobs_for, stages_of, world_size
 from pivotrl.config import Config
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
+from pivotrl.stages import STAGES
 
 HELP = {
     "launch": """Writes  <run_dir>/slurm/JOB.sbatch (the script, rendered from the configuration), <run_dir>/slurm/*.log
@@ -28,6 +30,7 @@ Options: --dry-run         print the scripts instead of submitting them
 Key overrides: cluster=h100|h200|b200|local_cpu, cluster.nodes, cluster.partition, cluster.account, cluster.time_limit
 Example:       pivotrl launch pipeline experiment=tau2 cluster=h100 model.path=/models/Qwen3-30B-A3B""",
     "preflight": """Reads   the configuration, the model's folder, <run_dir>; needs no GPU and submits nothing
+Prints  the layout and the estimate of memory (as show-layout)
 Ends    0 when all is well, 2 with every problem and its remedy
 
 JOB is that of `pivotrl launch`; without one: pipeline.
@@ -85,6 +88,8 @@ def _of_this_run(cfg: Config, jobs: list[Job]) -> list[Job]:
 
 def _preflight(cfg: Config, jobs: list[Job], overrides: list[str]) -> int:
     _refuse(preflight.problems(cfg, jobs, overrides))
+    if any(STAGES[s].policy for s in stages_of(jobs)) and find_spec("torch") is not None:
+        print(f"{report.layout(cfg)}\n{report.estimate(cfg)}")
     print(f"preflight: all is well for {', '.join(stages_of(jobs))} on {world_size(cfg)} processes")
     return 0
 

@@ -19,7 +19,7 @@ GIB = 2**30
 OVERHEAD_GIB = 4.0  # CUDA context, NCCL buffers and fragmentation
 ASLEEP_GIB = 2.0  # what a sleeping engine keeps: CUDA graphs, buffers of its collectives
 SCORES_GIB = 0.5  # chunks of the head's float32 scores
-_BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Model:
     dims: Dims
     experts_per_token: int
     weights: Weights
+    qk_norm: bool = False
 
 
 def read_model(config: Mapping[str, Any]) -> Model:
@@ -60,7 +61,7 @@ def read_model(config: Mapping[str, Any]) -> Model:
     weights = Weights(dense, sparse * experts * 3 * d.hidden * moe_ffn, d.vocab * d.hidden, d.tied)
     kinds = tuple("moe" if m else "dense" for m in moe)
     dims = replace(d, moe_ffn=moe_ffn, experts=experts, kinds=kinds)
-    return Model(dims, int(config.get("num_experts_per_tok") or 0) if experts else 0, weights)
+    return Model(dims, int(config.get("num_experts_per_tok") or 0) if experts else 0, weights, qk_norm > 0)
 
 
 def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | None = None) -> dict[str, float]:
@@ -68,7 +69,7 @@ def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | N
 
     `optimizer`: that of the stage; None: of `train`.
     """
-    p, o, w = cfg.parallel, optimizer or cfg.algorithm.optimizer, _BYTES[cfg.precision.policy]
+    p, o, w = cfg.parallel, optimizer or cfg.algorithm.optimizer, BYTES[cfg.precision.policy]
     n, stages = model.weights, p.pipeline
     embeddings = n.embedding * (1 if n.tied or stages > 1 else 2)
     dense = (n.dense / stages + embeddings) / p.tensor
@@ -80,34 +81,53 @@ def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | N
         "weights": w * (dense + experts) / GIB,
         "gradients": 4 * (dense + experts) / GIB,
         "optimiser": adam * (dense / data + experts / expert_data) / GIB,
-        "activations": activation_bytes(model, cfg, o) / GIB,
+        "activations": activation_bytes(model, cfg, tokens_of(cfg, o), o) / GIB,
         "scores": SCORES_GIB,
         "overhead": OVERHEAD_GIB,
     }
 
 
-def activation_bytes(model: Model, cfg: Config, optimizer: Optimizer) -> float:
-    """Bytes of activations kept for the backward of one micro-batch (the longest sequence at least).
+def tokens_of(cfg: Config, optimizer: Optimizer | None = None) -> int:
+    """Unique tokens of the largest micro-batch: a sequence longer than the budget gets one of its own."""
+    return max((optimizer or cfg.algorithm.optimizer).tokens_per_microbatch, cfg.model.context_length)
+
+
+def layer_bytes(model: Model, cfg: Config, kind: str, tokens: int) -> float:
+    """Bytes that the backward of one layer reads, for a tree of `tokens` unique tokens. `kind`: "dense" or "moe"."""
+    d, p, w = model.dims, cfg.parallel, BYTES[cfg.precision.policy]
+    sharded = p.tensor if p.sequence else 1
+    residual = 4 * d.hidden / sharded  # inputs of both norms and their results
+    q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    attention = (2 * q + 2 * kv) / p.tensor  # queries, keys, values, result
+    if model.qk_norm:
+        attention += (2 * q + 2 * kv) / p.tensor  # what the norms of queries and keys read
+    if kind == "moe":  # balanced experts: a rank serves as many tokens as it sends, once a rank of expert_tensor
+        k = model.experts_per_token
+        mlp = k * (p.expert_tensor * d.hidden + 4 * d.moe_ffn) / sharded
+    else:
+        mlp = 3 * d.ffn / p.tensor  # gate and up, and their product
+    statistics = 4 * (d.heads / p.tensor + 2 / sharded)  # float32: log-sum-exp of attention, scales of the norms
+    return tokens / p.context * (w * (residual + attention + mlp) + statistics)
+
+
+def activation_bytes(model: Model, cfg: Config, tokens: int, optimizer: Optimizer | None = None) -> float:
+    """Bytes of activations kept for the backward of trees of `tokens` unique tokens each.
 
     1F1B keeps `pipeline` micro-batches of `layers / pipeline` layers on the first stage: the whole depth in all.
+    Without stages the head's rows count too (as if every token had a target).
     """
-    d, p, w = model.dims, cfg.parallel, _BYTES[cfg.precision.policy]
-    tokens = max(optimizer.tokens_per_microbatch, cfg.model.context_length) / p.context
-    split = p.tensor if p.sequence else 1  # of the sequence, outside attention and dense MLPs
-    residual = 4 * d.hidden / split  # inputs of both norms and their results
-    attention = (2 * d.heads + 2 * d.kv_heads) * d.head_dim / p.tensor
-    mlp = 4 * d.ffn / p.tensor
-    if k := model.experts_per_token:  # k copies of each token of this rank; an expert's tensor group gathers its own
-        mlp = k * (4 * d.moe_ffn + 2 * d.hidden * p.expert_tensor) / split
-    layer = w * tokens * (residual + attention + mlp)
-    if not optimizer.recompute:
-        return layer * d.layers
-    return w * tokens * d.hidden / split * d.layers + layer
+    d, p, w = model.dims, cfg.parallel, BYTES[cfg.precision.policy]
+    sharded = p.tensor if p.sequence else 1
+    layers = [layer_bytes(model, cfg, d.kind(i), tokens) for i in range(d.layers)]
+    head = w * tokens / p.context * d.hidden * (1 + 1 / sharded) if p.pipeline == 1 else 0.0
+    if not (optimizer or cfg.algorithm.optimizer).recompute:
+        return sum(layers) + head
+    return w * tokens / p.context * d.hidden / sharded * d.layers + max(*layers, head)
 
 
 def engine_gib(model: Model, cfg: Config) -> dict[str, float]:
     """GiB that the engine needs at least on one GPU: its weights, and the KV cache of one sequence of full length."""
-    d, w, tp = model.dims, _BYTES[cfg.precision.engine], cfg.generation.tensor_parallel
+    d, w, tp = model.dims, BYTES[cfg.precision.engine], cfg.generation.tensor_parallel
     kv_per_token = 2 * d.layers * d.kv_heads * d.head_dim * w / min(tp, d.kv_heads)
     return {
         "engine weights": w * model.weights.total / tp / GIB,
@@ -126,4 +146,4 @@ def refit_gib(model: Model, cfg: Config, world: int) -> dict[str, float]:
 
 def checkpoint_gib(model: Model, cfg: Config) -> float:
     """GiB of one Hugging Face checkpoint in the policy's precision."""
-    return _BYTES[cfg.precision.policy] * model.weights.total / GIB
+    return BYTES[cfg.precision.policy] * model.weights.total / GIB

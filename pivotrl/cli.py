@@ -26,6 +26,7 @@ OTHER_COMMANDS = {
     "run": "The whole pipeline, each stage in its own process; run it again to continue after an interruption.",
     "preflight": "Everything that can be known before queueing a job, in one list with remedies.",
     "launch": "Render the sbatch script of a job (or of the pipeline), print or submit it.",
+    "show-layout": "Print what each rank of the job holds and the estimate of its memory; needs no GPU.",
     "verify": "Score a file of rows with a verifier: no model, no engine.",
     "show": "Print one turn of a run for a person: state, demonstrated action, flags, end of the prompt as tokens.",
     "export-gym": "Write the selected pivots of a run as NeMo-Gym rows.",
@@ -41,6 +42,12 @@ all that depends on it; its old folder moves to <run_dir>/superseded/.
 
 Key overrides: experiment=demo|tau2|swe|terminal|search, trajectories.path, model=..., run_dir, run.stages
 Example:       pivotrl run experiment=demo""",
+    "show-layout": """Reads   the model's config.json; loads no weights
+
+--rank N adds the place of one rank in every group.
+
+Key overrides: parallel=..., cluster=..., cluster.nodes, model=..., precision=...
+Example:       pivotrl show-layout parallel=tp4_pp8_ep8 cluster=h100 cluster.nodes=128 model.path=/models/Qwen3-235B""",
     "verify": """Reads   --input FILE    JSONL rows {"id"?, "tools"?, "expected": message, "completion": text|message}
 Writes  --output FILE   one row for each, in order: {"id"?, "reward": 0 to 1 or null (unscorable), "reason"}
 
@@ -149,13 +156,14 @@ def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
         "export-gym": _export_gym,
         "fetch-model": _fetch_model,
         "show-config": _show_config,
+        "show-layout": _show_layout,
     }
     return handlers[command](cfg, options)
 
 
 def _options(command: str, rest: list[str]) -> tuple[dict[str, str], list[str]]:
     """Options (`--config-dir`, and those of the command) and Hydra overrides, in any order."""
-    own = {"verify": ("input", "output"), "export-gym": ("output", "agent")}
+    own = {"show-layout": ("rank",), "verify": ("input", "output"), "export-gym": ("output", "agent")}
     known = (*own.get(command, ()), "config-dir")
     options: dict[str, str] = {}
     overrides: list[str] = []
@@ -270,6 +278,17 @@ def _print_summary(stage: str, summary: Mapping[str, Any], directory: Path, seco
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _show_layout(cfg: Any, options: dict[str, str]) -> int:
+    from launch import report
+
+    rank = options.get("rank")
+    if rank is not None and not rank.isdecimal():
+        raise UserError(f"--rank {rank}: give the number of a rank")
+    print(report.layout(cfg, None if rank is None else int(rank)))
+    print(report.estimate(cfg))
+    return 0
 
 
 def _verify(cfg: Any, options: dict[str, str]) -> int:

@@ -68,13 +68,29 @@ class Parallel:
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False  # sequence parallel; required by megatron-core for MoE with tensor > 1
+    # Layers of the first and last pipeline stage, where they have fewer than the others; None: as many as each other.
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+
+@dataclass
+class Experts:
+    """Routers of a mixture of experts in training. No auxiliary loss: it would pull against the reward."""
+
+    train_router: bool = True  # False: router weights stay those of the start policy
+    router_dtype: str = "fp32"  # "fp32" | "fp64": scores of the routers
+    replay: bool = False  # train with the choices of the generator's routers; needs generation.routed_experts
 
 
 @dataclass
 class Precision:
     policy: str = "bf16"  # "fp32" | "bf16": compute and parameter dtype; main weights and Adam are always float32
     engine: str = "bf16"
-    fp8: str | None = None  # Transformer Engine recipe; GPU only
+    # Linear layers in FP8 by a recipe of Transformer Engine: "delayed" | "tensorwise" | "blockwise" (from Hopper on) |
+    # "mxfp8" (Blackwell). Embedding, head, routers, norms and attention stay in bf16 (routers as experts.router_dtype).
+    fp8: str | None = None
+    fp8_first_layers_bf16: int = 0  # layers at either end that stay in bf16 as well
+    fp8_last_layers_bf16: int = 0
 
 
 @dataclass
@@ -162,6 +178,7 @@ class Optimizer:
     clip_grad: float = 1.0
     tokens_per_microbatch: int = 4096  # unique tokens of the prefix trees of one forward
     max_nonfinite_steps: int = 3  # a step of non-finite loss or gradient is skipped; the run stops after that many
+    overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks while the backward goes on
     recompute: bool = False  # run each layer again in the backward: memory of layer inputs only, about a quarter slower
 
 
@@ -364,6 +381,7 @@ class Config:
     environment: Environment = field(default_factory=Environment)
     parallel: Parallel = field(default_factory=Parallel)
     precision: Precision = field(default_factory=Precision)
+    experts: Experts = field(default_factory=Experts)
     sampling: Sampling = field(default_factory=Sampling)
     generation: Generation = field(default_factory=Generation)
     profile: Profile = field(default_factory=Profile)

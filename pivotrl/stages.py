@@ -67,7 +67,7 @@ class Stage:
 
 
 _ENGINE = ("seed", "model", "domain", "sampling", "generation", "precision")
-_POLICY = ("seed", "model", "domain", "parallel", "precision")
+_POLICY = ("seed", "model", "domain", "parallel", "precision", "experts")
 
 _STAGES = (
     Stage(

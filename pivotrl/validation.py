@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pivotrl import algorithm_checks
+from pivotrl import algorithm_checks, fp8
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
 from pivotrl.evaluation.harnesses import HARNESSES
+from pivotrl.layout import stage_layers
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
@@ -22,6 +23,7 @@ from pivotrl.trajectories.flags import FLAGS
 _CHOICES: dict[str, tuple[str, ...]] = {
     **algorithm_checks.CHOICES,
     "precision.policy": ("fp32", "bf16"),
+    "experts.router_dtype": ("fp32", "fp64"),
     "precision.engine": ("fp32", "bf16"),
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
     "select.set": ("cand", "mixed", "adv", "adv_zeros"),
@@ -49,6 +51,8 @@ _POSITIVE = (
     "parallel.context",
     "parallel.expert",
     "parallel.expert_tensor",
+    "parallel.first_stage_layers",
+    "parallel.last_stage_layers",
     "sampling.max_new_tokens",
     "generation.max_sequences",
     "generation.kv_cache_gib",
@@ -90,6 +94,8 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     *algorithm_checks.NOT_NEGATIVE,
     "seed",
+    "precision.fp8_first_layers_bf16",
+    "precision.fp8_last_layers_bf16",
     "sampling.temperature",
     "sampling.top_k",
     "profile.second_rollouts",
@@ -280,6 +286,11 @@ def _method(cfg: Config) -> Iterator[str]:
             f"model.context_length={cfg.model.context_length}"
         )
     yield from algorithm_checks.algorithm_conflicts(cfg.algorithm)
+    if cfg.experts.replay and not cfg.generation.routed_experts:
+        yield "experts.replay=true needs generation.routed_experts=true: the engine must say which experts it chose"
+    shape = model_shape(cfg.model.path)
+    if cfg.precision.fp8 in (None, *fp8.RECIPES):
+        yield from fp8.conflicts(cfg.precision, shape.layers if shape else 0, cfg.parallel)
     if cfg.precision.fp8 is not None and cfg.precision.policy != "bf16":
         yield f"precision.fp8={cfg.precision.fp8} needs precision.policy=bf16, not {cfg.precision.policy}"
 
@@ -369,8 +380,10 @@ def _layout(cfg: Config, world: int) -> Iterator[str]:
     if shape.kv_heads % p.tensor and (not shape.kv_heads or p.tensor % shape.kv_heads):
         kv = shape.kv_heads
         yield f"parallel.tensor={p.tensor} is neither a divisor nor a multiple of the model's {kv} key-value heads"
-    if shape.layers % p.pipeline:
-        yield f"parallel.pipeline={p.pipeline} does not divide the model's {shape.layers} layers"
+    try:
+        stage_layers(p, shape.layers)
+    except UserError as error:
+        yield str(error)
     if shape.experts and shape.experts % p.expert:
         yield f"parallel.expert={p.expert} does not divide the model's {shape.experts} experts"
     if not shape.experts and max(p.expert, p.expert_tensor) > 1:

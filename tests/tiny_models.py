@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -81,3 +84,31 @@ def on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             out[name] = tensor
     return out
+
+
+@contextmanager
+def told_experts(model: Any, experts: Any) -> Iterator[None]:
+    """Within it a "qwen3_moe" runs the tokens of one sequence through `experts`: numpy [tokens or less, layers with
+    experts, k]; None: its own choices."""
+    patches = []
+    gates = (
+        [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")] if experts is not None else []
+    )
+    for number, gate in enumerate(gates):
+        given = None if experts is None else torch.from_numpy(experts[:, number])
+
+        def forward(x: torch.Tensor, gate: Any = gate, given: torch.Tensor | None = given) -> tuple[torch.Tensor, ...]:
+            logits = torch.nn.functional.linear(x, gate.weight)
+            chosen = logits.topk(gate.top_k, dim=-1)[1]
+            if given is not None:
+                chosen = torch.cat([given, chosen[len(given) :]])
+            return logits, logits.gather(1, chosen).softmax(-1), chosen
+
+        patches.append(mock.patch.object(gate, "forward", forward))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()

@@ -83,3 +83,11 @@ NEMOTRON_3_SUPER: dict[str, Any] = {
     "use_conv_bias": True,
     "vocab_size": 131072,
 }
+QWEN3_235B_A22B: dict[str, Any] = {
+    **QWEN3_30B_A3B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}

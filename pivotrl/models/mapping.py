@@ -113,10 +113,18 @@ def plan(rules: Sequence[Rule], dims: Dims) -> dict[str, Entry]:
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+# Transformer Engine keeps a norm in the linear layer after it, and all experts in one module.
+_FUSED = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$"), r"experts.local_experts.\2.\1.weight"),
+)
 
 
 def global_name(local: str, place: Place, experts: int) -> str:
     """Global megatron name of a rank's parameter: its layer and expert numbers count over all stages and ranks."""
+    for pattern, canonical in _FUSED:
+        local = pattern.sub(canonical, local)
     name = _LAYER.sub(lambda m: str(int(m[0]) + place.layer_offset), local)
     return _EXPERT.sub(lambda m: str(int(m[0]) + place.ep_rank * (experts // place.ep_size)), name)
 

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from pivotrl.config import Parallel
-from pivotrl.errors import UserError
+from pivotrl.layout import Layout
 from pivotrl.policy import agree, cpu_shim
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes that the groups of this process were made with."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
-    expert_tensor: int
-
-
-_layout: Layout | None = None
+_sizes: tuple[int, ...] | None = None  # that the groups of this process were made with
 
 
 def initialise(parallel: Parallel) -> None:
@@ -31,20 +17,14 @@ def initialise(parallel: Parallel) -> None:
 
     Raises UserError where the sizes do not fit the number of processes.
     """
-    global _layout
+    global _sizes
     agree.join()
-    world, model = dist.get_world_size(), parallel.tensor * parallel.pipeline * parallel.context
-    experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
-    if world % model or world % experts:
-        raise UserError(
-            f"parallel: {world} processes cannot be split into tensor x pipeline x context = {model} "
-            f"and expert x expert_tensor x pipeline = {experts}; start a multiple of both"
-        )
-    wanted = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor)
+    Layout.of(parallel, dist.get_world_size())
+    wanted = (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor)
     if groups.model_parallel_is_initialized():
-        if wanted != _layout:
+        if wanted != _sizes:
             raise RuntimeError(
-                f"this process has the layout {_layout}; call shutdown_groups() before asking for {wanted}"
+                f"this process has the sizes {_sizes}; call shutdown_groups() before asking for {wanted}"
             )
         return
     cpu_shim.enable()
@@ -55,12 +35,13 @@ def initialise(parallel: Parallel) -> None:
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
+            create_gloo_process_groups=dist.get_backend() != "fake",  # a world on paper has no second backend
         )
-    _layout = wanted
+    _sizes = wanted
 
 
 def shutdown_groups() -> None:
     """Forget the groups of megatron-core, so that a policy with another layout can be loaded."""
-    global _layout
+    global _sizes
     groups.destroy_model_parallel()
-    _layout = None
+    _sizes = None

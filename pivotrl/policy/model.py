@@ -18,12 +18,16 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from pivotrl.config import Parallel
+from pivotrl import fp8
+from pivotrl.config import Experts, Parallel, Precision
 from pivotrl.errors import UserError
+from pivotrl.layout import stage_layers
 from pivotrl.models.dims import Dims
+from pivotrl.policy.experts import local_choices
 from pivotrl.policy.head import target_logprobs
+from pivotrl.policy.machine import uses_transformer_engine
 from pivotrl.policy.modules import RMSNorm, SwiGLU
-from pivotrl.policy.prefix_tree import PrefixTree, split_rows
+from pivotrl.policy.prefix_tree import Ints, PrefixTree, split_rows
 from pivotrl.policy.tree_attention import (
     ContextSplit,
     TreeAttention,
@@ -66,8 +70,25 @@ class PolicyModel(GPTModel):
         logprobs, entropy = target_logprobs(hidden, weight, p.pair_source, p.pair_token - first, p.temperature, group)
         return torch.stack([logprobs, entropy[p.pair_source]])  # [2, P]
 
-    def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float) -> Tensor:
-        """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs."""
+    def _choices(self, tree: PrefixTree, rows: Ints, device: torch.device) -> Tensor | None:
+        e, config = tree.experts, self.config
+        if e is None:
+            return None
+        number, k = sum(config.moe_layer_freq or ()), config.moe_router_topk
+        if e.shape[1:] != (number, k) or e.max() >= config.num_moe_experts:
+            raise UserError(
+                f"routed experts {list(e.shape[1:])} up to number {e.max()}: the model has {number} layers with "
+                f"experts, {k} of {config.num_moe_experts} for each token"
+            )
+        group = groups.get_tensor_model_parallel_group()
+        rank, size = (group.rank(), group.size()) if config.sequence_parallel else (0, 1)
+        return local_choices(e, rows, rank, size, device)
+
+    def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float, replay: bool = True) -> Tensor:
+        """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs.
+
+        `replay` False: the routers choose themselves, whatever experts the tree names.
+        """
         device = next(self.parameters()).device
         group = groups.get_context_parallel_group()
         parts = split_rows(tree.position_ids, group.size())
@@ -103,6 +124,7 @@ class PolicyModel(GPTModel):
             pair_source=torch.from_numpy(pair_source).to(device),
             pair_token=torch.from_numpy(tree.pair_token[mine]).to(device),
             temperature=temperature,
+            experts=self._choices(tree, rows, device) if replay else None,
         )
         ids, positions = (torch.from_numpy(x[rows]).to(device)[None] for x in (tree.token_ids, tree.position_ids))
         out: Tensor = wrapped(ids, positions, None, packed_seq_params=params)  # ids [1, R]
@@ -114,7 +136,13 @@ class PolicyModel(GPTModel):
 
 
 def transformer_config(
-    settings: dict[str, Any], dims: Dims, parallel: Parallel, dtype: torch.dtype, recompute: bool
+    settings: dict[str, Any],
+    dims: Dims,
+    parallel: Parallel,
+    dtype: torch.dtype,
+    recompute: bool,
+    experts: Experts | None = None,
+    precision: Precision | None = None,
 ) -> TransformerConfig:
     """TransformerConfig of a family's settings, with what depends on devices, precision and parallel layout.
 
@@ -123,7 +151,6 @@ def transformer_config(
     for what, size, by, key in (
         ("key-value heads", dims.kv_heads, parallel.tensor, "tensor"),
         ("ffn size", dims.ffn, parallel.tensor, "tensor"),
-        ("layers", dims.layers, parallel.pipeline, "pipeline"),
         ("experts", dims.experts, parallel.expert, "expert"),
         ("expert ffn size", dims.moe_ffn, parallel.expert_tensor, "expert_tensor"),
     ):
@@ -135,27 +162,34 @@ def transformer_config(
         )
     if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
         raise UserError("parallel.expert: this model has no experts; set expert and expert_tensor to 1")
+    stage_layers(parallel, dims.layers)  # refuses what cannot be dealt out
+    if dims.experts and experts is not None:
+        settings = {**settings, "moe_router_dtype": experts.router_dtype}
     cuda = torch.cuda.is_available()
+    fused = uses_transformer_engine()
     # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
     dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"
     return TransformerConfig(
         **settings,
         activation_func=F.silu,
-        use_te_activation_func=True,  # the hook through which SwiGLU gets both halves; nothing of TE is used
+        # without Transformer Engine: the hook through which our SwiGLU gets both halves
+        use_te_activation_func=not fused,
         use_cpu_initialization=not cuda,
         perform_initialization=False,  # every weight is loaded
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
         moe_token_dispatcher_type=dispatcher,
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
+        moe_grouped_gemm=fused and dims.experts > 0,
+        moe_permute_fusion=fused and dims.experts > 0,
         tensor_model_parallel_size=parallel.tensor,
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
@@ -166,24 +200,21 @@ def transformer_config(
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        **(fp8.settings(precision) if precision is not None else {}),
         calculate_per_token_loss=True,  # gradients are sums: the objective holds the one denominator
     )
 
 
 def build_model(config: TransformerConfig, dims: Dims, theta: float, max_length: int) -> PolicyModel:
     """The model of this rank's pipeline stage, with uninitialised weights."""
-    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"))
-    spec.layer_norm = RMSNorm
+    fused = uses_transformer_engine()
+    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm"))
     for layer in spec.layer_specs:
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = TreeAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        mlp = parts.mlp.submodules
-        mlp = mlp.experts.submodules if getattr(mlp, "experts", None) is not None else mlp
-        mlp.activation_func = SwiGLU
+        layer.submodules.self_attention.submodules.core_attention = TreeAttention
+        if not fused:
+            _use_own_parts(layer.submodules, config.qk_layernorm)
+    if not fused:
+        spec.layer_norm = RMSNorm
     model = PolicyModel(
         config,
         spec,
@@ -196,3 +227,14 @@ def build_model(config: TransformerConfig, dims: Dims, theta: float, max_length:
     )
     model.rope_theta, model.vocabulary = theta, dims.vocab
     return model
+
+
+def _use_own_parts(parts: Any, qk_norm: bool) -> None:
+    """Norms and activation of a local layer spec -> ours, which keep less for the backward."""
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if qk_norm:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    mlp = parts.mlp.submodules
+    mlp = mlp.experts.submodules if getattr(mlp, "experts", None) is not None else mlp
+    mlp.activation_func = SwiGLU

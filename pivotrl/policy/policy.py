@@ -25,13 +25,16 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from pivotrl.config import Optimizer, Parallel, Precision
+from pivotrl import fp8
+from pivotrl.config import Experts, Optimizer, Parallel, Precision
 from pivotrl.errors import UserError
 from pivotrl.models.dims import Dims, rope_theta
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, plan
 from pivotrl.models.registry import family_for
 from pivotrl.policy import cpu_shim, distributed
+from pivotrl.policy.experts import Routers
+from pivotrl.policy.machine import this_machine
 from pivotrl.policy.memory import release_unused
 from pivotrl.policy.model import PolicyModel, build_model, transformer_config
 from pivotrl.policy.offload import TrainerMemory
@@ -68,7 +71,9 @@ def _combine(key: str, before: float | None, value: float) -> float:
 class MegatronPolicy:
     """A causal language model on megatron-core: log-probs, training steps, weights under Hugging Face names."""
 
-    def __init__(self, model: PolicyModel, dims: Dims, table: dict[str, Entry], seed: int) -> None:
+    def __init__(
+        self, model: PolicyModel, dims: Dims, table: dict[str, Entry], seed: int, train_router: bool = True
+    ) -> None:
         self.model, self.dims, self.table, self.seed = model, dims, table, seed
         self.settings: Optimizer | None = None
         self.total_steps = 0
@@ -77,6 +82,9 @@ class MegatronPolicy:
         self.wrapped: Any = Float16Module(model.config, model) if model.config.bf16 else model
         self._reference: list[Tensor] | None = None
         self.refit_source = RefitSource(model, dims, table)
+        moe = tuple(dims.kind(i) == "moe" for i in range(dims.layers))
+        self.routers = Routers(model, moe, train_router)
+        self._replay = True
 
     @classmethod
     def load(
@@ -89,36 +97,42 @@ class MegatronPolicy:
         total_steps: int,
         seed: int,
         keep_reference: bool = False,
+        experts: Experts | None = None,
     ) -> MegatronPolicy:
         """Build the policy of a Hugging Face folder in this process's place of the parallel layout.
 
         Args: `optimizer` None gives a policy for log-probs only; `max_length` in tokens; `total_steps` is the
-        schedule's; `keep_reference` keeps a CPU copy of these weights for `reference()`.
+        schedule's; `keep_reference` keeps a CPU copy of these weights for `reference()`; `experts`
+        settings of the routers (default: trained).
         Raises UserError for a model, layout or precision that cannot be had.
         """
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         if precision.policy not in dtypes:
             raise UserError(f"precision.policy: '{precision.policy}' is not known; use 'fp32' or 'bf16'")
-        if precision.fp8 is not None:
-            raise UserError("precision.fp8: this policy has no FP8 path yet; set it to null")
+        if precision.fp8 is not None and (problem := fp8.machine_problem(precision.fp8, this_machine())):
+            raise UserError(problem)
         folder = ModelFolder(Path(model_dir))
         family = family_for(folder.config)
         dims = family.dims(folder.config)
         settings = family.to_megatron_kwargs(folder.config)
+        if precision.fp8 is not None:
+            found = list(fp8.conflicts(precision, dims.layers, parallel))
+            if found := found + list(fp8.size_problems(precision.fp8, dims, parallel)):
+                raise UserError("; ".join(found))
         theta = rope_theta(folder.config)
         distributed.initialise(parallel)
         torch.manual_seed(seed)
         if torch.cuda.is_available():
             model_parallel_cuda_manual_seed(seed)
         recompute = optimizer is not None and optimizer.recompute
-        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute)
+        config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute, experts, precision)
         with cpu_shim.scope():
             model = build_model(config, dims, theta, max_length)
         table = plan(family.rules, dims)
         load_weights(model, folder, family, dims, table)
         if torch.cuda.is_available():
             model.cuda()
-        policy = cls(model, dims, table, seed)
+        policy = cls(model, dims, table, seed, train_router=experts is None or experts.train_router)
         if keep_reference:
             policy._reference = [p.detach().cpu().clone() for p in model.parameters()]
         if optimizer is not None:
@@ -132,7 +146,11 @@ class MegatronPolicy:
         self.settings, self.total_steps = settings, total_steps
         self.wrapped = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=settings.overlap_grad_reduce,
+            ),
             self.wrapped,
         )
         self.optimizer = get_megatron_optimizer(
@@ -151,6 +169,8 @@ class MegatronPolicy:
             ),
             [self.wrapped],
         )
+        if settings.overlap_grad_reduce:  # once a step: in the backward of its last micro-batch
+            config.no_sync_func = self.wrapped.no_sync
         for group in self._groups():
             if "fused" in group and not torch.cuda.is_available():  # torch's Adam: one pass over memory instead of ten
                 group.update(fused=True, foreach=False)
@@ -223,6 +243,7 @@ class MegatronPolicy:
             return loss, {"loss": loss.detach(), **{k: v.detach() for k, v in metrics.items()}}
 
         sums = self._sum_metrics(self._forward_backward(trees, temperature, loss_of, forward_only=False), trees)
+        sums |= self.routers.take_load(next(self.model.parameters()).device)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
         skipped = not (math.isfinite(norm) and math.isfinite(sums.get("loss", 0.0)))
@@ -259,8 +280,10 @@ class MegatronPolicy:
         try:
             for p, initial in zip(parameters, self._reference, strict=True):
                 p.data = initial.to(p.device)
+            self._replay = False  # those choices are of another policy
             yield
         finally:
+            self._replay = True
             for p, data in zip(parameters, trained, strict=True):
                 p.data = data
 
@@ -268,10 +291,9 @@ class MegatronPolicy:
         """This data-parallel rank's micro-batches; as many on every rank."""
         budget = self.settings.tokens_per_microbatch if self.settings else EVALUATION_TOKENS
         plans = schedule(sequences, budget, groups.get_data_parallel_world_size())
-        config = self.model.config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        if config.context_parallel_size > 1:  # rows are dealt in pieces of 16 at least
-            multiple = config.context_parallel_size * math.lcm(multiple, 16)
+        c = self.model.config
+        sizes = Parallel(c.tensor_model_parallel_size, context=c.context_parallel_size, sequence=c.sequence_parallel)
+        multiple = fp8.row_multiple(sizes, c.fp8_recipe if c.fp8 else None)
         return [build_tree(sequences, batch, multiple) for batch in plans[groups.get_data_parallel_rank()]]
 
     def _forward_backward(
@@ -285,7 +307,7 @@ class MegatronPolicy:
 
         def forward_step(iterator: Iterator[PrefixTree], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             tree = next(iterator)
-            out = self.model.run(wrapped, tree, temperature)
+            out = self.model.run(wrapped, tree, temperature, self._replay)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 value, metrics = loss_of(tree, output)

@@ -9,11 +9,13 @@ states of one trajectory, trajectories sharing a system prompt, and the turns of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pivotrl.errors import UserError
 
 Ints = NDArray[np.int64]
 SPLIT_PIECE = 128  # rows of a piece that context-parallel ranks are dealt, at most
@@ -25,6 +27,8 @@ class TokenSequence:
 
     token_ids: tuple[int, ...]
     targets: tuple[int, ...]  # increasing, >= 1
+    # choices of the generator's routers, [tokens or one less, layers with experts, k]; None: the trainer's own
+    experts: Ints | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         t = self.targets
@@ -32,12 +36,18 @@ class TokenSequence:
             raise ValueError(f"targets must be increasing positions in [1, {len(self.token_ids)}), got {t[:8]}...")
         if not self.token_ids:
             raise ValueError("a sequence needs at least one token")
+        e, n = self.experts, len(self.token_ids)
+        if e is not None and (e.ndim != 3 or len(e) not in (n - 1, n)):  # the last token need not be run
+            raise UserError(
+                f"routed experts {list(e.shape)} of a sequence of {n} tokens: [{n} or {n - 1}, layers, k] was "
+                "expected; the engine must give back those of the prompt, too"
+            )
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TokenSequence:
+    def of(cls, prompt_ids: Sequence[int], completion_ids: Sequence[int], experts: Ints | None = None) -> TokenSequence:
         """A prompt, and a completion that carries all the loss."""
         n, m = len(prompt_ids), len(completion_ids)
-        return cls((*prompt_ids, *completion_ids), tuple(range(n, n + m)))
+        return cls((*prompt_ids, *completion_ids), tuple(range(n, n + m)), experts)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class PrefixTree:
     pair_offset: Ints  # [P] place among the targets of that sequence
     tokens_total: int  # sum of sequence lengths
     tokens_unique: int  # S without padding
+    # [S, layers with experts, k] of the generator; -1: the trainer's own choice. None: no sequence has any.
+    experts: Ints | None = None
 
 
 def common_prefix(a: Ints, b: Ints) -> int:
@@ -91,8 +103,9 @@ def build_tree(
 
     The largest subtree of a node comes first: the path to any row is then a few ranges of rows (a logarithm of the
     number of rows at most; one for the pivots of a trajectory), and small siblings stand side by side.
+    A row that several sequences share takes the experts of the lexicographically first of them that has any.
     Without any sequence the tree is padding only: a micro-batch that takes part in the collectives of a step and has
-    no loss. Padding rows come last and form a root of their own, which nothing else sees.
+    no loss. Padding rows come last, which no other row sees.
     """
     indices = range(len(sequences)) if indices is None else indices
     chosen = [sequences[i] for i in indices]
@@ -101,6 +114,7 @@ def build_tree(
     parents: list[Ints] = []
     sizes = np.zeros(sum(len(s.token_ids) for s in chosen), dtype=np.int64)  # rows of each subtree
     pairs: list[tuple[int, Ints, Ints]] = []  # (place in `chosen`, rows, targets)
+    routed: list[tuple[Ints, Ints]] = []  # (rows, their experts), the sequence that first has a row
     path: Ints = np.zeros(0, dtype=np.int64)  # rows of the sequence before, root first
     rows = 0
     for place, keep in zip(order, shared, strict=True):
@@ -110,6 +124,8 @@ def build_tree(
         tokens.append(ids[keep:])
         parents.append(np.concatenate([[-1], path])[keep:-1])
         rows += len(ids) - keep
+        if (given := chosen[place].experts) is not None:
+            routed.append((path[: len(given)], given))
         targets = np.asarray(chosen[place].targets, dtype=np.int64)
         pairs.append((place, path[targets - 1], ids[targets]))
     sizes[path] = rows - path
@@ -117,12 +133,18 @@ def build_tree(
     walk = _largest_first(_concatenate(parents), sizes[:rows])
     row_of = np.argsort(walk)  # row before -> row now
     parent = np.concatenate([[-1], row_of])[_concatenate(parents)[walk] + 1]
-    parent = np.concatenate([parent, np.arange(padding) - 1 + np.where(np.arange(padding), rows, 0)])
+    # Padding repeats the first chain of the tree (without one: of the list), as roots of its own: nothing sees it, and
+    # what it computes is computed elsewhere, too, so that no maximum of an FP8 scale is its own.
+    walked = _concatenate(tokens)[walk]
+    lead = walked[: _first_chain(parent)] if rows else np.asarray(sequences[0].token_ids if sequences else [0])
+    places = np.arange(padding) % len(lead)
+    parent = np.concatenate([parent, np.where(places, rows + np.arange(padding) - 1, -1)])
+    ends = np.minimum(padding, np.arange(padding) - places + len(lead))
     pairs.sort(key=lambda p: p[0])
     return PrefixTree(
-        token_ids=np.concatenate([_concatenate(tokens)[walk], np.zeros(padding, dtype=np.int64)]),
+        token_ids=np.concatenate([walked, lead[places]]),
         position_ids=_depths(parent),
-        subtree_end=np.arange(rows + padding) + np.concatenate([sizes[:rows][walk], np.arange(padding, 0, -1)]),
+        subtree_end=np.concatenate([np.arange(rows) + sizes[:rows][walk], rows + ends]),
         chains=_chains(parent),
         pair_row=row_of[_concatenate([r for _, r, _ in pairs])],
         pair_token=_concatenate([t for _, _, t in pairs]),
@@ -130,7 +152,21 @@ def build_tree(
         pair_offset=_concatenate([np.arange(len(r)) for _, r, _ in pairs]),
         tokens_total=sum(len(s.token_ids) for s in chosen),
         tokens_unique=unique,
+        experts=_experts(routed, row_of, np.concatenate([np.arange(rows), places])) if rows else None,
     )
+
+
+def _experts(routed: list[tuple[Ints, Ints]], row_of: Ints, rows: Ints) -> Ints | None:
+    """Choices of each of `rows`, of the tree without padding."""
+    if not routed:
+        return None
+    shapes = {e.shape[1:] for _, e in routed}
+    if len(shapes) > 1:
+        raise UserError(f"routed experts of one batch differ in [layers, k]: {sorted(shapes)}")
+    found = np.full((len(row_of), *shapes.pop()), -1, dtype=np.int64)
+    for path, experts in reversed(routed):  # the first one last: it stays
+        found[row_of[path]] = experts[: len(path)]
+    return found[rows]
 
 
 def pack(sequences: Sequence[TokenSequence], budget: int) -> list[list[int]]:
@@ -239,6 +275,12 @@ def _largest_first(parent: Ints, sizes: Ints) -> Ints:
         below = children.get(int(stops[segment]) - 1 if segment >= 0 else -1, [])
         stack.extend(sorted(below, key=lambda s: (sizes[starts[s]], -s)))  # the last is taken first
     return _concatenate(walk)
+
+
+def _first_chain(parent: Ints) -> int:
+    """Rows from the first on of which each is the parent of the next."""
+    starts = _chain_starts(parent)
+    return int(starts[1]) if len(starts) > 1 else len(parent)
 
 
 def _chain_starts(parent: Ints) -> Ints:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pivotrl.models.dims import Dims
 from pivotrl.models.mapping import Entry, global_name
 from pivotrl.policy.model import PolicyModel
-from pivotrl.policy.weights import full_weights, place_of
+from pivotrl.policy.weights import full_weights, place_of, stage_layers_of
 from pivotrl.refit.execute import RankRefit, Shard
 from pivotrl.refit.layout import EngineLayout, TrainerLayout
 from pivotrl.refit.plan import BUCKET_BYTES, RefitPlan
@@ -58,6 +58,7 @@ class RefitSource:
                 groups.get_pipeline_model_parallel_world_size(),
                 groups.get_expert_model_parallel_world_size(),
                 groups.get_expert_tensor_parallel_world_size(),
+                stage_layers=stage_layers_of(self._model),
             )
             self._check_place(layout)
             size = next(self._model.parameters()).element_size()

@@ -69,7 +69,7 @@ def parts_of(policy: MegatronPolicy) -> dict[Tensor, list[Part]]:
         elif isinstance(value, ShardedTensor):
             shards = [value]
         elif getattr(value, "key", "").endswith("_extra_state"):
-            continue  # Transformer Engine's scales; this policy has no FP8 path
+            continue  # Transformer Engine's history of maxima (recipe `delayed`): it fills again within some steps
         else:
             raise RuntimeError(f"megatron-core describes {value!r}, which is no tensor")
         parameter = value.data

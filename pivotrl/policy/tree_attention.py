@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from pivotrl.policy.experts import Router
 from pivotrl.policy.prefix_tree import Ints, PrefixTree
 from pivotrl.policy.tree_kernel import CpuPlan, CpuTreeAttention, Tables
 
@@ -40,6 +41,7 @@ class TreeParams(PackedSeqParams):
     sources: Tensor | None = None  # [U] rows of this rank whose logits are needed
     pair_token: Tensor | None = None  # [P]
     temperature: float = 1.0
+    experts: Tensor | None = None  # [rows of this rank's routers, layers with experts, k], to be replayed
 
 
 def attention_plan(tree: PrefixTree, rows: Ints, device: torch.device) -> Any:
@@ -118,6 +120,7 @@ class TreeAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.router: Router | None = None  # of the same layer, if it has experts
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -133,6 +136,8 @@ class TreeAttention(MegatronModule):
         if not isinstance(packed_seq_params, TreeParams):
             raise TypeError("TreeAttention needs TreeParams: the model must be called with a prefix tree")
         p = packed_seq_params
+        if self.router is not None:
+            self.router.replay(p.experts)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if p.split is not None:
             k, v = _GatherRows.apply(torch.stack([k, v], 1), p.split).unbind(1)  # [S, g, d]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from pivotrl.config import Parallel
+from pivotrl.layout import stage_layers
 from pivotrl.models.dims import Dims
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, Place, check_source, global_name, local_shard, merge, unpack
@@ -33,6 +36,14 @@ def place_of(model: PolicyModel) -> Place:
         etp_size=groups.get_expert_tensor_parallel_world_size(),
         layer_offset=get_transformer_layer_offset(model.config),
     )
+
+
+def stage_layers_of(model: PolicyModel) -> tuple[int, ...]:
+    """Layers of each pipeline stage."""
+    c = model.config
+    first, last = c.num_layers_in_first_pipeline_stage, c.num_layers_in_last_pipeline_stage
+    sizes = Parallel(pipeline=c.pipeline_model_parallel_size, first_stage_layers=first, last_stage_layers=last)
+    return stage_layers(sizes, c.num_layers)
 
 
 def load_weights(model: PolicyModel, folder: ModelFolder, family: Family, dims: Dims, table: dict[str, Entry]) -> None:
@@ -100,7 +111,8 @@ def _share_stage(full: Tensor | None, entry: Entry, model: PolicyModel) -> Tenso
         assert full is not None, f"no rank holds {entry.hf}"
         return full
     if entry.layer is not None:
-        owner = entry.layer // (model.config.num_layers // stages)
+        ends = [sum(stage_layers_of(model)[: i + 1]) for i in range(stages)]
+        owner = bisect_right(ends, entry.layer)
     else:
         owner = 0 if entry.rule.megatron.startswith("embedding.") else stages - 1
     if groups.get_pipeline_model_parallel_rank() != owner:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pivotrl.config import Algorithm
+from pivotrl.errors import UserError
 from pivotrl.local_rollouts import State
 from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.rollouts import Rollout
@@ -87,11 +88,14 @@ def _overlong(rollout: Rollout) -> bool:
     return rollout.completion.finish_reason == "length"
 
 
-def make_batch(states: Sequence[State], groups: Sequence[Sequence[Rollout]], a: Algorithm) -> Batch:
+def make_batch(
+    states: Sequence[State], groups: Sequence[Sequence[Rollout]], a: Algorithm, replay: bool = False
+) -> Batch:
     """The scored rollouts of one step from `groups[i]`, those of `states[i]`, and metrics of all of them.
 
     Left out, of means and denominators too: unscorable rollouts, and those with a log-prob that is no number (counted
-    as `broken_logprobs`; it is never filled in).
+    as `broken_logprobs`; it is never filled in). `replay`: the sequences carry the experts that the engine chose.
+    Raises UserError where it gave none.
     """
     found: list[Scored] = []
     for number, (state, group) in enumerate(zip(states, groups, strict=True)):
@@ -101,13 +105,15 @@ def make_batch(states: Sequence[State], groups: Sequence[Sequence[Rollout]], a: 
                 raise ValueError(f"{r.turn_id}/{r.index}: {len(c.token_ids)} tokens but {len(c.logprobs)} log-probs")
             if r.verdict.reward is None or not _finite(r):
                 continue
+            if replay and c.routed_experts is None:
+                raise UserError(f"experts.replay: the engine gave no routed experts for {r.turn_id}/{r.index}")
             invalid = bool(r.action.problems)
             masked = (a.overlong_filter and _overlong(r)) or (invalid and a.invalid_action == "mask")
             found.append(
                 Scored(
                     id=f"{r.turn_id}/{r.index}",
                     group=number,
-                    sequence=TokenSequence.of(state.prompt_ids, c.token_ids),
+                    sequence=TokenSequence.of(state.prompt_ids, c.token_ids, c.routed_experts if replay else None),
                     logprobs=c.logprobs,
                     reward=r.verdict.reward,
                     fixed_advantage=a.invalid_advantage if invalid and a.invalid_action == "penalty" else None,

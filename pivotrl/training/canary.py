@@ -6,6 +6,7 @@ right refit can have brought over: one rollout of the step, scored by both after
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pivotrl.generation.engine import Engine
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 def canary_logprobs(policy: MegatronPolicy, sequence: TokenSequence) -> list[float]:
     """The trainer's log-probs of the sequence's targets at temperature 1, with its present weights."""
-    values: list[float] = policy.logprobs([sequence], 1.0)[0].tolist()
+    plain = replace(sequence, experts=None)  # the engine scores with its own choices of now
+    values: list[float] = policy.logprobs([plain], 1.0)[0].tolist()
     return values
 
 

@@ -124,6 +124,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
         cfg.algorithm.optimizer,
         max_length=cfg.model.context_length,
         total_steps=e.steps * optimizer_steps(cfg.algorithm),
+        experts=cfg.experts,
         seed=cfg.seed,
         keep_reference=needs_reference(cfg.algorithm),
     )

@@ -102,6 +102,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         a.optimizer,
         max_length=cfg.model.context_length,
         total_steps=a.steps * optimizer_steps(a),
+        experts=cfg.experts,
         seed=cfg.seed,
         keep_reference=needs_reference(a),
     )
@@ -136,7 +137,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             used = _record(directory, step, groups)
             spent += used
             metrics["seconds_generate"] = time.monotonic() - generating
-            batch = make_batch(drawn, groups, a)
+            batch = make_batch(drawn, groups, a, cfg.experts.replay)
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = open_gate(policy, batch.rollouts, cfg, "before the first step").mean
             if a.dynamic_sampling:

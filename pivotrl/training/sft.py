@@ -127,6 +127,7 @@ def _train(cfg: Config, run_dir: Path, stage: str, split: str, settings: Sft, st
         settings.optimizer,
         max_length=cfg.model.context_length,
         total_steps=steps,
+        experts=cfg.experts,
         seed=cfg.seed,
     )
     stop = KlStop(cfg, run_dir, bench.renderer, policy) if settings.max_kl is not None else None

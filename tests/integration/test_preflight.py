@@ -152,7 +152,8 @@ BY_OVERRIDE = [
     ("sampling.temperature=0", "profile", "every variance and every advantage would be 0"),
     ("sampling.max_new_tokens=40000", "profile", "leaves no room for a state"),
     ("model.context_length=300000", "profile", "exceeds the model's 262144 positions"),
-    ("precision=fp8", "train", "the policy has no FP8 path yet"),
+    ("precision.fp8=mxfp8", "train", "needs a GPU of compute capability 10.0"),
+    ("precision.fp8_first_layers_bf16=1", "train", "do nothing with precision.fp8=null"),
     ("generation.tensor_parallel=6", "profile", "generation.tensor_parallel=6 does not divide"),
     ("generation.gpu_memory_utilization=0.05", "profile", "the engine needs"),
     (
@@ -359,3 +360,12 @@ def test_symptoms_of_our_own_are_words_that_the_code_says() -> None:
             if not symptom.startswith(slurms) and words not in ("slurm/common.sh: No such file", "No space left"):
                 assert words in code or words.removesuffix(", 8 expected") in code, words
     assert len(re.findall(r"^\| ", table, re.MULTILINE)) - 1 >= 20
+
+
+def test_layout_and_memory_are_printed(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show-layout", "--rank", "7", *place.overrides()]) == 0
+    shown = capsys.readouterr().out
+    assert "parameters of the model: 30,532,122,624" in shown
+    assert "rank 7: tensor" in shown
+    assert "trainer" in shown and "KV cache of one sequence" in shown
+    assert cli.main(["show-layout", "--rank", "x", *place.overrides()]) == 2

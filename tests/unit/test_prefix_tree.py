@@ -196,3 +196,14 @@ def test_unusual_tries(name: str) -> None:
         assert t == s.token_ids[s.targets[int(k)]]
         assert tuple(tree.token_ids[path_to(tree, int(r))].tolist()) == s.token_ids[: s.targets[int(k)]]
     assert len(tree.pair_row) == sum(len(s.targets) for s in seqs)
+
+
+def test_padding_repeats_the_first_chain_and_is_not_seen() -> None:
+    sequences = [TokenSequence((5, 6, 9), (2,)), TokenSequence((5, 6, 7, 8), (3,))]
+    tree = build_tree(sequences, multiple_of=11)
+    assert tree.token_ids.tolist() == [5, 6, 7, 8, 9, 5, 6, 7, 8, 5, 6]
+    assert tree.position_ids.tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 0, 1]
+    assert tree.subtree_end.tolist() == [5, 5, 4, 4, 5, 9, 9, 9, 9, 11, 11]
+    empty = build_tree(sequences, [], multiple_of=4)  # a micro-batch that only takes part in collectives
+    assert empty.token_ids.tolist() == [5, 6, 9, 5]
+    assert empty.tokens_unique == len(empty.pair_row) == 0

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pivotrl.errors import UserError
-from pivotrl.models import llama, qwen3, qwen3_moe
 from pivotrl.models.dims import Dims
+from pivotrl.models.families import llama, qwen3, qwen3_moe
 from pivotrl.models.mapping import Entry, pack, plan, split
 from pivotrl.refit.execute import RankRefit, Shard
 from pivotrl.refit.layout import EngineLayout, TrainerLayout
@@ -23,7 +23,7 @@ from pivotrl.refit.plan import RefitPlan
 from pivotrl.refit.transport import NoTransport
 
 DENSE = Dims(layers=4, hidden=8, vocab=121, heads=8, kv_heads=4, head_dim=2, ffn=16)
-MOE = Dims(4, 8, 121, 8, 4, 2, 16, moe_ffn=8, experts=16, moe_layers=(False, True, True, True))
+MOE = Dims(4, 8, 121, 8, 4, 2, 16, moe_ffn=8, experts=16, kinds=("dense", "moe", "moe", "moe"))
 TABLES = {
     "tied": (plan(llama.RULES, Dims(**{**DENSE.__dict__, "tied": True})), Dims(**{**DENSE.__dict__, "tied": True})),
     "untied": (plan(qwen3.RULES, DENSE), DENSE),
@@ -166,8 +166,8 @@ def test_large_layouts_on_small_tensors(trainer: TrainerLayout, engine: EngineLa
     check("moe", trainer, engine)
 
 
-QWEN3_30B = Dims(48, 2048, 151936, 32, 4, 128, 6144, moe_ffn=768, experts=128, moe_layers=(True,) * 48)
-QWEN3_235B = Dims(94, 4096, 151936, 64, 4, 128, 12288, moe_ffn=1536, experts=128, moe_layers=(True,) * 94)
+QWEN3_30B = Dims(48, 2048, 151936, 32, 4, 128, 6144, moe_ffn=768, experts=128, kinds=("moe",) * 48)
+QWEN3_235B = Dims(94, 4096, 151936, 64, 4, 128, 12288, moe_ffn=1536, experts=128, kinds=("moe",) * 94)
 
 
 @pytest.mark.parametrize(
