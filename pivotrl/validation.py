@@ -13,107 +13,13 @@ from typing import Any
 from pivotrl import algorithm_checks, fp8
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
-from pivotrl.evaluation.harnesses import HARNESSES
 from pivotrl.layout import stage_layers
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
 from pivotrl.trajectories.flags import FLAGS
+from pivotrl.value_ranges import CHOICES, NOT_NEGATIVE, POSITIVE
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    **algorithm_checks.CHOICES,
-    "precision.policy": ("fp32", "bf16"),
-    "experts.router_dtype": ("fp32", "fp64"),
-    "precision.engine": ("fp32", "bf16"),
-    "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
-    "select.set": ("cand", "mixed", "adv", "adv_zeros"),
-    "select.rank": ("signal", "random"),
-    "algorithm.reward": ("functional", "strict"),
-    "evaluate.split": ("test", "validation"),
-    "watch.split": ("test", "validation"),
-    "benchmark.name": tuple(HARNESSES),
-    "benchmark.policy": ("base", "sft", "pivotrl", "e2e"),
-    "algorithm.optimizer.schedule": ("constant", "linear"),
-    "warmup.optimizer.schedule": ("constant", "linear"),
-    "sft.optimizer.schedule": ("constant", "linear"),
-    "cluster.container.kind": ("none", "pyxis", "apptainer"),
-    "generation.verify_refit": ("always", "every_n", "off"),
-    "tracking.wandb": ("auto", "online", "offline", "disabled"),
-}
-_POSITIVE = (
-    *algorithm_checks.POSITIVE,
-    "trajectories.tasks",
-    "trajectories.runs_per_task",
-    "model.context_length",
-    "environment.max_turns",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.context",
-    "parallel.expert",
-    "parallel.expert_tensor",
-    "parallel.first_stage_layers",
-    "parallel.last_stage_layers",
-    "sampling.max_new_tokens",
-    "generation.max_sequences",
-    "generation.kv_cache_gib",
-    "generation.tensor_parallel",
-    "generation.verify_every",
-    "generation.max_mismatch",
-    "profile.max_turns",
-    "audit.max_turns",
-    "domain.verifier.timeout_seconds",
-    "profile.adaptive.round",
-    "profile.adaptive.calibration_turns",
-    "select.min_unique_actions",
-    "select.max_per_trajectory",
-    "select.max_pivots",
-    "end_to_end.steps",
-    "end_to_end.tasks_per_step",
-    "watch.tasks",
-    "evaluate.ood_max_new_tokens",
-    "benchmark.tasks",
-    "benchmark.trials",
-    "benchmark.concurrency",
-    "benchmark.max_hours",
-    "sft.max_kl",
-    "warmup.trajectories_per_step",
-    "sft.trajectories_per_step",
-    "evaluate.tasks",
-    "cluster.nodes",
-    "cluster.processes_per_node",
-    "cluster.cpus_per_process",
-    "cluster.gpu_memory_gib",
-    "cluster.check_seconds",
-    "checkpoint.every_steps",
-    "checkpoint.every_minutes",
-    "checkpoint.keep_last",
-    "checkpoint.keep_every",
-    "checkpoint.stop_after_minutes",
-    "checkpoint.watchdog_minutes",
-)
-_NOT_NEGATIVE = (
-    *algorithm_checks.NOT_NEGATIVE,
-    "seed",
-    "precision.fp8_first_layers_bf16",
-    "precision.fp8_last_layers_bf16",
-    "sampling.temperature",
-    "sampling.top_k",
-    "profile.second_rollouts",
-    "audit.examples",
-    "domain.verifier.workers",
-    "warmup.steps",
-    "sft.steps",
-    "evaluate.trials",
-    "evaluate.ood_rows",
-    "tracking.rollouts_every",
-    "tracking.rollouts_shown",
-    "evaluate.drift",
-    "watch.every",
-    "cluster.gpus_per_node",
-    "checkpoint.keep_best",
-    "checkpoint.stop_before_end_minutes",
-    "checkpoint.grace_seconds",
-)
 _POLICIES = ("base", "sft", "pivotrl", "e2e")
 # Shapes of the models that packages ship, whose config.json is not on disk before the first use.
 _BUILTIN_SHAPES = {"smollm2-135m": {"heads": 9, "kv_heads": 3, "layers": 30, "positions": 8192}}
@@ -210,7 +116,7 @@ def get(cfg: Any, key: str) -> Any:
 
 
 def _choices(cfg: Config) -> Iterator[str]:
-    for key, choices in _CHOICES.items():
+    for key, choices in CHOICES.items():
         value = get(cfg, key)
         if value is not None and value not in choices:
             yield f"{key}={value!r} is not one of {', '.join(choices)}.{suggestion(value, list(choices))}"
@@ -224,11 +130,11 @@ def _choices(cfg: Config) -> Iterator[str]:
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
-    for key in _POSITIVE:
+    for key in POSITIVE:
         value = get(cfg, key)
         if value is not None and value <= 0:
             yield f"{key}={value} must be positive"
-    for key in _NOT_NEGATIVE:
+    for key in NOT_NEGATIVE:
         value = get(cfg, key)
         if value is not None and value < 0:
             yield f"{key}={value} must not be negative"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pivotrl.cli import OTHER_COMMANDS, main
+from pivotrl.cli import main
+from pivotrl.cli_help import OTHER_COMMANDS
 from pivotrl.configuration import load_config
 from pivotrl.stages import STAGES
 
