@@ -100,7 +100,7 @@ def _dispatch(command: str, rest: list[str], context: dict[str, Any]) -> int:
         print(show_turn(cfg, turn_id, any(item.startswith("model") for item in overrides)))
         return 0
     handlers: dict[str, Callable[[Any, dict[str, str]], int]] = {
-        "verify": _verify,
+        "verify": lambda cfg, options: _verify(cfg, options, overrides),
         "export-gym": _export_gym,
         "fetch-model": _fetch_model,
         "show-config": _show_config,
@@ -239,17 +239,19 @@ def _show_layout(cfg: Any, options: dict[str, str]) -> int:
     return 0
 
 
-def _verify(cfg: Any, options: dict[str, str]) -> int:
+def _verify(cfg: Any, options: dict[str, str], overrides: list[str]) -> int:
     for name in ("input", "output"):
         if name not in options:
             raise UserError(f"give --{name} FILE (see `pivotrl verify --help`)")
+    from pivotrl.configuration import domain_by_name
     from pivotrl.io import write_jsonl
     from pivotrl.verifiers.rows import verify_rows
 
+    of_domain = domain_by_name(cfg, overrides)
     source, counts = Path(options["input"]), {"right": 0, "wrong": 0, "partial": 0, "unscorable": 0}
 
     def scored() -> Iterator[Any]:
-        for row in verify_rows(_json_lines(source), cfg.domain.verifier, cfg.domain.action_format):
+        for row in verify_rows(_json_lines(source), cfg.domain.verifier, cfg.domain.action_format, of_domain):
             reward = row["reward"]
             kind = "unscorable" if reward is None else {1.0: "right", 0.0: "wrong"}.get(reward, "partial")
             counts[kind] += 1
@@ -282,7 +284,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):  # of JSON nested too deep
                     yield line.decode("utf-8", "replace")
 
 

@@ -30,8 +30,12 @@ Example:       pivotrl run experiment=demo""",
 
 Key overrides: parallel=..., cluster=..., cluster.nodes, model=..., precision=...
 Example:       pivotrl show-layout parallel=tp4_pp8_ep8 cluster=h100 cluster.nodes=128 model.path=/models/Qwen3-235B""",
-    "verify": """Reads   --input FILE    JSONL rows {"id"?, "tools"?, "expected": message, "completion": text|message}
+    "verify": """Reads   --input FILE    JSONL rows {"id"?, "domain"?, "tools"?, "state"?: [messages],
+                        "expected": message, "completion": text|message}
 Writes  --output FILE   one row for each, in order: {"id"?, "reward": 0 to 1 or null (unscorable), "reason"}
+
+Without domain=..., domain.* and experiment=..., a row's "domain" chooses among the files of conf/domain/ (terminal,
+swe, search, tau2, ...); rows of other names are judged by the default.
 
 Key overrides: domain=..., domain.verifier.name, domain.verifier.options
 Example:       pivotrl verify --input rows.jsonl --output scored.jsonl domain=tau2""",

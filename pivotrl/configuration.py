@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pivotrl.config import Config
+from pivotrl.config import Config, Domain
 from pivotrl.errors import UserError
 from pivotrl.stages import BENIGN_KEYS, STAGES
 from pivotrl.strict import MISSING_VALUE, Problem, build, is_known, nearest, suggestion, unknown_key
@@ -61,6 +61,24 @@ def load_config(overrides: Iterable[str] = ()) -> Config:
     _raise(problems, given, files)
     _absolute(cfg)
     return cfg
+
+
+def domain_by_name(cfg: Config, overrides: Iterable[str]) -> Callable[[str], Domain | None] | None:
+    """For rows that name their domain: name of a file in `conf/domain/` -> that domain; any other name -> None.
+
+    None where `overrides` choose or change the domain (`domain=`, `domain.*`, `experiment=`), which is meant then.
+    """
+    overrides = list(overrides)
+    if any(re.match(r"[+~]*(domain|experiment)\b", text) for text in overrides):
+        return None
+    names = _groups([config_dir(), *_searched(overrides)]).get("domain", [])
+
+    def find(name: str) -> Domain | None:
+        if name not in names or name == cfg.domain.name:
+            return None
+        return load_config([f"domain={name}", *overrides]).domain
+
+    return find
 
 
 def _searched(overrides: list[str]) -> list[Path]:

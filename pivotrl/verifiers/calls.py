@@ -10,8 +10,9 @@ from typing import Any
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
+from pivotrl.verifiers.compare import Rules, difference, resolve
 
-# Arguments that tell the harness or a reader something and do not change what the call does.
+# Arguments of shell and edit tools that tell the harness or a reader something and do not change what the call does.
 HARMLESS_ARGUMENTS = frozenset(
     {
         "duration",
@@ -25,6 +26,9 @@ HARMLESS_ARGUMENTS = frozenset(
         "security_risk",
     }
 )
+_HARNESS_ARGUMENTS = frozenset({"security_risk"})  # OpenHands adds it to every tool
+# A thought does nothing, whatever its words; the letters of every other string count.
+_RULES = Rules(lambda path: lambda a, b: path == "think.thought" or a == b, lambda path: False)
 # SWE-agent writes the working directory, terminals show a prompt.
 _DIRECTORY = re.compile(r"\((?:Current directory): (/[^\n]*)\)")
 _PROMPT = re.compile(r"[\w.-]+@[\w.-]+:(/[^\s#$]*)[#$]\s*$")
@@ -88,13 +92,26 @@ def _plain(arguments: JsonDict, ignore: frozenset[str]) -> Any:
         return object()  # equal to nothing, itself included
 
 
-def same_call(expected: ToolCall, actual: ToolCall) -> Verdict:
-    """A call of a tool about which nothing is known: its name and every argument."""
+def same_call(turn: Turn, expected: ToolCall, actual: ToolCall) -> Verdict:
+    """A call of a tool about which no more is known than its JSON Schema: its name and every argument.
+
+    What is harmless in a shell or an edit tool may be the point of another (a `description`, a `duration`).
+    """
     if expected.name != actual.name:
         return Verdict(0.0, "wrong_tool", {"expected": expected.name, "actual": actual.name})
-    if same_arguments(expected.arguments, actual.arguments):
+    left, right = ({k: v for k, v in c.arguments.items() if k not in _HARNESS_ARGUMENTS} for c in (expected, actual))
+    try:
+        if json_form(left) == json_form(right):
+            return Verdict(1.0, "match")
+    except ValueError:
+        return Verdict(0.0, "argument_differs", {"tool": expected.name})
+    functions = (tool.get("function") for tool in turn.tools)
+    root = next((f.get("parameters") for f in functions if isinstance(f, dict) and f.get("name") == expected.name), {})
+    root = root if isinstance(root, dict) else {}
+    found = difference(left, right, resolve(root, root), root, _RULES, expected.name)
+    if found is None:
         return Verdict(1.0, "match")
-    return Verdict(0.0, "argument_differs", {"tool": expected.name})
+    return Verdict(0.0, "argument_differs", {"tool": expected.name, "field": found.path})
 
 
 def last_observation(turn: Turn) -> str:

@@ -31,7 +31,7 @@ class EditsVerifier:
     """
 
     name = "edits"
-    version = "1"
+    version = "2"
 
     def __init__(self, options: JsonDict | None = None) -> None:
         options = dict(options or {})
@@ -68,8 +68,8 @@ class EditsVerifier:
         return Verdict(1.0, "match")
 
     def _compare(self, turn: Turn, expected: ToolCall, actual: ToolCall, cwd: str | None) -> Verdict:
-        if expected.name != actual.name or same_arguments(expected.arguments, actual.arguments):
-            return same_call(expected, actual)
+        if expected.name != actual.name or same_arguments(expected.arguments, actual.arguments, frozenset()):
+            return same_call(turn, expected, actual)
         if self.shell.command_field(expected):
             return self.shell.compare(turn, expected, actual)
         wanted, given = edit_call(expected, cwd), edit_call(actual, cwd)
@@ -78,9 +78,9 @@ class EditsVerifier:
         wanted_view, given_view = view_call(expected, cwd), view_call(actual, cwd)
         if wanted_view and given_view:
             return self._compare_views(turn, wanted_view, given_view, cwd)
-        return self._compare_arguments(expected, actual, cwd)
+        return self._compare_arguments(turn, expected, actual, cwd)
 
-    def _compare_arguments(self, expected: ToolCall, actual: ToolCall, cwd: str | None) -> Verdict:
+    def _compare_arguments(self, turn: Turn, expected: ToolCall, actual: ToolCall, cwd: str | None) -> Verdict:
         """Searches and unknown tools: arguments with paths in one spelling, Python code by its tree if asked for."""
         wanted, given = (self._spelt(call, cwd) for call in (expected, actual))
         if self.python == "ast":
@@ -88,7 +88,7 @@ class EditsVerifier:
                 a, b = wanted.get(name), given.get(name)
                 if isinstance(a, str) and isinstance(b, str) and same_python(a, b):
                     given[name] = a
-        return same_call(ToolCall(expected.name, wanted), ToolCall(actual.name, given))
+        return same_call(turn, ToolCall(expected.name, wanted), ToolCall(actual.name, given))
 
     def _spelt(self, call: ToolCall, cwd: str | None) -> JsonDict:
         arguments = {

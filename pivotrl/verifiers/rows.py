@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
@@ -11,31 +11,65 @@ from pivotrl import config
 from pivotrl.rendering.parsing import action_from_message, parse_action
 from pivotrl.trajectories.normalise import RowError, action_of, assistant_message, messages_of, tools_of
 from pivotrl.trajectories.schema import Action, JsonDict, Turn
-from pivotrl.verifiers.base import Verdict
+from pivotrl.verifiers.base import Verdict, Verifier
 from pivotrl.verifiers.runner import Pair, open_verifier, score_pairs
 
 _CHUNK = 256  # rows that are scored together
+_Judged = tuple[config.Domain, Verifier]
 
 
 def verify_rows(
-    rows: Iterable[Any], settings: config.VerifierConfig | None = None, action_format: str = "hermes"
+    rows: Iterable[Any],
+    settings: config.VerifierConfig | None = None,
+    action_format: str = "hermes",
+    of_domain: Callable[[str], config.Domain | None] | None = None,
 ) -> Iterator[JsonDict]:
     """Rows {"id"?, "domain"?, "tools"?, "expected": assistant message, "completion": text or assistant message,
     "state": [messages]?} -> {"id"?, "reward": 0..1 or None, "reason", "details"?}.
 
-    A row that cannot be used gives reward None, reason "bad_row". Raises `UserError` only for bad `settings`.
+    `of_domain(row["domain"])` says by which verifier and in which action format a row is judged; None: by `settings`
+    and in `action_format`. A row that cannot be used gives reward None, reason "bad_row". Raises `UserError` only for
+    bad settings.
     """
     stream = iter(rows)
+    usual = config.Domain(verifier=settings or config.VerifierConfig(), action_format=action_format)
     with ExitStack() as stack:
-        verifier = open_verifier(settings or config.VerifierConfig(), stack)
+        judges: dict[str | None, _Judged] = {None: (usual, open_verifier(usual.verifier, stack))}
         while chunk := list(islice(stream, _CHUNK)):
-            read = [_read(row, action_format) for row in chunk]
-            verdicts = iter(score_pairs(verifier, [pair for pair in read if not isinstance(pair, Verdict)]))
-            for row, pair in zip(chunk, read, strict=True):
-                verdict = pair if isinstance(pair, Verdict) else next(verdicts)
+            keys = [_domain_of(row, judges, of_domain, stack) for row in chunk]
+            verdicts = _verdicts([(key, row) for key, row in zip(keys, chunk, strict=True)], judges)
+            for row, verdict in zip(chunk, verdicts, strict=True):
                 result: JsonDict = {"id": row["id"]} if isinstance(row, dict) and "id" in row else {}
                 result |= {"reward": verdict.reward, "reason": verdict.reason}
                 yield {**result, "details": verdict.details} if verdict.details else result
+
+
+def _domain_of(
+    row: Any,
+    judges: dict[str | None, _Judged],
+    of_domain: Callable[[str], config.Domain | None] | None,
+    stack: ExitStack,
+) -> str | None:
+    """The key in `judges` of who judges `row`; adds a domain's verifier when its first row comes."""
+    name = row.get("domain") if isinstance(row, dict) else None
+    if of_domain is None or not isinstance(name, str):
+        return None
+    if name not in judges:
+        if (domain := of_domain(name)) is None:
+            return None
+        judges[name] = (domain, open_verifier(domain.verifier, stack))
+    return name
+
+
+def _verdicts(rows: list[tuple[str | None, Any]], judges: dict[str | None, _Judged]) -> list[Verdict]:
+    """One verdict for each (key in `judges`, row), in order; the rows of one verifier are scored together."""
+    read = [_read(row, judges[key][0].action_format) for key, row in rows]
+    found = {i: item for i, item in enumerate(read) if isinstance(item, Verdict)}
+    for key, (_, verifier) in judges.items():
+        mine = [(i, item) for i, item in enumerate(read) if rows[i][0] == key and not isinstance(item, Verdict)]
+        scores = score_pairs(verifier, [pair for _, pair in mine])
+        found.update({i: verdict for (i, _), verdict in zip(mine, scores, strict=True)})
+    return [found[i] for i in range(len(rows))]
 
 
 def _read(row: Any, action_format: str) -> Pair | Verdict:

@@ -65,7 +65,7 @@ class ShellVerifier:
     """
 
     name = "shell"
-    version = "1"
+    version = "2"
 
     def __init__(self, options: JsonDict | None = None) -> None:
         options = dict(options or {})
@@ -148,7 +148,7 @@ class ShellVerifier:
         """One demonstrated call, of the shell tool or another, with one call of the action."""
         field = self.command_field(expected)
         if field is None or expected.name != actual.name:
-            return same_call(expected, actual)
+            return same_call(turn, expected, actual)
         if not same_arguments(expected.arguments, actual.arguments, HARMLESS_ARGUMENTS | {field}):
             return Verdict(0.0, "argument_differs", {"tool": expected.name})
         typed = expected.arguments.get("is_input") in (True, "true")  # goes to a running program, not to bash
