@@ -106,7 +106,9 @@ def same_call(turn: Turn, expected: ToolCall, actual: ToolCall) -> Verdict:
     except ValueError:
         return Verdict(0.0, "argument_differs", {"tool": expected.name})
     functions = (tool.get("function") for tool in turn.tools)
-    root = next((f.get("parameters") for f in functions if isinstance(f, dict) and f.get("name") == expected.name), {})
+    root: Any = next(
+        (f.get("parameters") for f in functions if isinstance(f, dict) and f.get("name") == expected.name), {}
+    )
     root = root if isinstance(root, dict) else {}
     found = difference(left, right, resolve(root, root), root, _RULES, expected.name)
     if found is None:

@@ -107,20 +107,6 @@ def test_refit_serves_exactly_the_new_weights_time_after_time(original: Served) 
         assert report is not None and not report.different and not report.unverified
 
 
-def test_exported_folder_is_served_alike(served: Served, tmp_path: Path) -> None:
-    """Converted to Megatron and back: the engine's tokens and log-probs are bit-equal."""
-    from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
-
-    hf_to_megatron(served.folders[1], tmp_path / "megatron")
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", shard_bytes=100_000)
-    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    engine = build(tmp_path / "back")
-    try:
-        assert answers(engine) == served.fresh[1]
-    finally:
-        engine.close()
-
-
 def test_refit_resets_the_prefix_cache_once(original: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, resets = original.engine, []
     engine.generate([PROMPTS[0]], GREEDY, 1, [0])
@@ -236,3 +222,20 @@ def test_routed_experts_are_refused_where_vllm_cannot_give_them(tmp_path: Path) 
         pytest.skip("GPU builds give them back")
     with pytest.raises(UserError, match=r"generation\.routed_experts"):
         build(save_moe(tmp_path / "moe", 0), routed_experts=True)
+
+
+def test_exported_folder_is_served_alike(served: Served, tmp_path: Path) -> None:
+    """Converted to Megatron and back: the engine's tokens and log-probs are bit-equal.
+
+    The last test of the module: to close an engine takes vLLM's groups from the other one in this process.
+    """
+    from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
+
+    hf_to_megatron(served.folders[1], tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", shard_bytes=100_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    engine = build(tmp_path / "back")
+    try:
+        assert answers(engine) == served.fresh[1]
+    finally:
+        engine.close()
