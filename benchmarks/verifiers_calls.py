@@ -11,14 +11,13 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.verifier_agreement import FILES, call_turns
-from benchmarks.verifiers_shell import edit_pairs
+from benchmarks.verifiers_shell import edit_pairs, rate
 from pivotrl.configuration import load_config
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
-from pivotrl.verifiers.base import Verifier
 from pivotrl.verifiers.edits import EditsVerifier
 from pivotrl.verifiers.mutations import mutations
 from pivotrl.verifiers.registry import get_verifier
@@ -58,21 +57,6 @@ def pairs(turns: list[Turn]) -> Iterator[tuple[Turn, Action, float | None]]:
             yield turn, action, 1.0 if action is turn.demonstration else None
 
 
-def rate(verifier: Verifier, stream: Iterable[tuple[Turn, Action, float | None]], seconds: float) -> float:
-    """Verdicts a second of CPU time; raises where a verdict is known and another one comes."""
-    spent, count = 0.0, 0
-    for turn, action, reward in stream:
-        start = time.process_time()
-        verdict = verifier.verify(turn, action)
-        spent += time.process_time() - start
-        count += 1
-        if reward is not None and verdict.reward != reward:
-            raise AssertionError(f"{verdict} for {action} against {turn.demonstration}")
-        if spent > seconds:
-            break
-    return count / spent
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="CPU time to measure each verifier for")
@@ -81,8 +65,8 @@ def main() -> None:
     rules = get_verifier(load_config(["domain=tau2"]).domain.verifier)
     turns = recorded()
     figures = {
-        "tool_calls": rate(rules, pairs(turns or made_up()), arguments.seconds),
-        "edits": rate(EditsVerifier({}), edit_pairs(), arguments.seconds),
+        "tool_calls": rate(rules, pairs(turns or made_up()), arguments.seconds, time.process_time),
+        "edits": rate(EditsVerifier({}), edit_pairs(), arguments.seconds, time.process_time),
     }
     source = f"{len(turns)} recorded turns" if turns else "turns made up"
     for name, value in figures.items():

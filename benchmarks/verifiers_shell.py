@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verifier
@@ -79,16 +79,21 @@ def edit_pairs() -> Iterator[tuple[Turn, Action, float]]:
         yield t, call("edit", path="/r/a.py", old_str=head + old, new_str=head + old + new), 0.0
 
 
-def rate(verifier: Verifier, pairs: Callable[[], Iterator[tuple[Turn, Action, float]]], seconds: float) -> float:
-    """Verdicts a second; raises if a verdict is not the expected one (a fast wrong answer is worth nothing)."""
+def rate(
+    verifier: Verifier,
+    stream: Iterable[tuple[Turn, Action, float | None]],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Verdicts a second; raises if a known verdict is not the expected one (a fast wrong answer is worth nothing)."""
     spent, count = 0.0, 0
-    for t, action, reward in pairs():
-        start = time.perf_counter()
-        verdict = verifier.verify(t, action)
-        spent += time.perf_counter() - start
+    for turn, action, reward in stream:
+        start = clock()
+        verdict = verifier.verify(turn, action)
+        spent += clock() - start
         count += 1
-        if verdict.reward != reward:
-            raise AssertionError(f"{verdict} for {action} against {t.demonstration}")
+        if reward is not None and verdict.reward != reward:
+            raise AssertionError(f"{verdict} for {action} against {turn.demonstration}")
         if spent > seconds:
             break
     return count / spent
@@ -100,8 +105,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the figures as JSON on the last line")
     arguments = parser.parse_args()
     figures = {
-        "shell": rate(ShellVerifier({}), shell_pairs, arguments.seconds),
-        "edits": rate(EditsVerifier({}), edit_pairs, arguments.seconds),
+        "shell": rate(ShellVerifier({}), shell_pairs(), arguments.seconds),
+        "edits": rate(EditsVerifier({}), edit_pairs(), arguments.seconds),
     }
     for name, value in figures.items():
         print(f"{name:6} {value:10,.0f} verdicts a second on one core (target {TARGETS[name]:,.0f})")

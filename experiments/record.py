@@ -9,9 +9,9 @@ from typing import Any
 from experiments.arms import Arm
 from pivotrl import __version__
 from pivotrl.errors import UserError
-from pivotrl.io import read_json, read_jsonl
+from pivotrl.io import read_json, read_jsonl, whole_rows
 from pivotrl.profiling.select import binary_counts
-from pivotrl.tracking.report_data import last_of_each_step, whole_rows
+from pivotrl.tracking.report_data import last_of_each_step
 
 Row = dict[str, Any]
 _TRAINED = {"pivotrl": "train", "sft": "sft", "e2e": "e2e"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from pivotrl import cli, stage_state
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
+from pivotrl.io import keeps_books
 from pivotrl.stages import STAGES
 from pivotrl.stopping import EXIT_STOPPED, leave_failure
 
@@ -44,7 +45,7 @@ def main() -> int:
         print(f"launch.step: no stage {stage!r}", file=sys.stderr)
         return 2
     rank_from_slurm()
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = keeps_books()
     if not first and not STAGES[stage].parallel:
         return 0
     try:

@@ -19,6 +19,7 @@ from typing import Any
 from pivotrl import __version__
 from pivotrl.cli_help import OTHER_COMMANDS, overview, stage_help
 from pivotrl.errors import UserError
+from pivotrl.io import keeps_books
 from pivotrl.state_folder import UNWRITABLE, remedy
 from pivotrl.stopping import EXIT_STOPPED, Stopped, leave_note, watching
 from pivotrl.watchdog import watchdog
@@ -143,7 +144,7 @@ def run_stage(stage: str, cfg: Any, run_dir: Path) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
     minutes = cfg.checkpoint.watchdog_minutes
     with watching(cfg.checkpoint), watchdog(minutes and 60 * minutes, stage, run_dir):
-        if int(os.environ.get("RANK", "0")) == 0:  # torchrun, srun: the first process keeps the books
+        if keeps_books():
             _run_with_books(stage, cfg, run_dir)
         else:
             _meet(stage)

@@ -63,6 +63,13 @@ def read_jsonl(path: Path) -> Iterator[Any]:
                 yield json.loads(line)
 
 
+def whole_rows(path: Path) -> Iterator[Any]:
+    """Rows of a JSONL file that may not exist, or whose last line is torn (its writer is at work, or was killed)."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from (json.loads(line) for line in file if line.endswith(b"\n") and line.strip())
+
+
 def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
     """Append rows, flushed; a writer killed in between leaves at most one torn last line."""
     if not keeps_books():

@@ -20,7 +20,7 @@ from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.evaluation.harnesses import HARNESSES, Harness, merged_options, plan
 from pivotrl.generation import serving
-from pivotrl.io import write_json
+from pivotrl.io import keeps_books, write_json
 from pivotrl.setup import start_policy
 from pivotrl.stage_state import benchmark_place
 
@@ -35,7 +35,7 @@ def run_benchmark(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """
     b = cfg.benchmark
     assert b.name is not None
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not keeps_books():
         return {}
     started = time.monotonic()
     harness = HARNESSES[b.name]

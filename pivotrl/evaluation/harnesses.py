@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pivotrl.errors import UserError
-from pivotrl.evaluation.statistics import interval
+from pivotrl.evaluation.statistics import interval, success_row
 
 Words = tuple["str | tuple[str, ...]", ...]
 Row = dict[str, Any]
@@ -45,16 +45,7 @@ def _json(path: Path) -> Any:
 def _by_task(rewards: Mapping[str, list[float]], errors: int) -> Row:
     """Success over tasks; trials of a task are averaged first. Errors of the harness are counted, never failures."""
     per_task = {task: sum(v) / len(v) for task, v in rewards.items() if v}
-    values = list(per_task.values())
-    count = sum(len(v) for v in rewards.values())
-    return {
-        "success": sum(values) / len(values) if values else None,
-        "ci": list(interval(values)),
-        "n": len(values),
-        "trials": count,
-        "errors": errors,
-        "per_task": per_task,
-    }
+    return success_row(per_task) | {"trials": sum(len(v) for v in rewards.values()), "errors": errors}
 
 
 def read_tau2(out: Path) -> Row:

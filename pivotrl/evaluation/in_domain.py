@@ -8,7 +8,7 @@ from typing import Any
 
 from pivotrl.environments.base import Environment, Task
 from pivotrl.environments.rollout import EpisodeResult, run_episodes
-from pivotrl.evaluation.statistics import interval, pass_at_k
+from pivotrl.evaluation.statistics import interval, pass_at_k, success_row
 from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.rendering.chat import Renderer
@@ -150,13 +150,5 @@ def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, se
         unscorable += len(group) - len(rewards)
         if rewards:
             per_turn[state.turn.id] = sum(rewards) / len(rewards)
-    values = list(per_turn.values())
-    return {
-        "success": sum(values) / len(values) if values else None,
-        "ci": list(interval(values)),
-        "n": len(values),
-        "trials": trials,
-        "unscorable": unscorable,
-        "per_task": per_turn,
-        "cost": TokenCounts.of(r for group in groups for r in group).to_json(),
-    }
+    cost = TokenCounts.of(r for group in groups for r in group).to_json()
+    return success_row(per_turn) | {"trials": trials, "unscorable": unscorable, "cost": cost}

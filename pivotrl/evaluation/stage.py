@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from pivotrl.evaluation.questions import read_sets
 from pivotrl.evaluation.statistics import paired_difference
 from pivotrl.evaluation.tasks import evaluation_tasks
 from pivotrl.generation.engine import Engine, Sampling
-from pivotrl.io import append_jsonl, keeps_books, read_json, write_json, write_jsonl
+from pivotrl.io import append_jsonl, keeps_books, read_json, whole_rows, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, render_states
 from pivotrl.models.folder import ModelFolder
 from pivotrl.profiling.profiler import draw_turns
@@ -84,7 +83,7 @@ class Evaluator:
             before = read_json(self.progress)
             self.policies, self.cost = before["policies"], before["cost"]
         if self.episodes.is_file():
-            write_jsonl(self.episodes, (row for row in _whole_rows(self.episodes) if row["policy"] in self.policies))
+            write_jsonl(self.episodes, (row for row in whole_rows(self.episodes) if row["policy"] in self.policies))
 
     def keep(self, policy: str, measured: dict[str, Any]) -> None:
         """Note a policy as measured, so that an interruption does not cost it."""
@@ -128,12 +127,6 @@ class Evaluator:
     def _spend(self, cost: dict[str, int]) -> None:
         for name, value in cost.items():
             self.cost[name] += value
-
-
-def _whole_rows(path: Path) -> Iterator[Any]:
-    """Rows of a file whose writer may have been killed: a torn last line is none."""
-    with path.open("rb") as file:
-        yield from (json.loads(line) for line in file if line.endswith(b"\n"))
 
 
 def differences(policies: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def wilson(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -29,6 +30,17 @@ def interval(per_task: Sequence[float]) -> tuple[float, float]:
     if set(per_task) <= {0.0, 1.0}:
         return wilson(int(sum(per_task)), len(per_task))
     return bootstrap(per_task)
+
+
+def success_row(per_task: Mapping[str, float]) -> dict[str, Any]:
+    """Mean over tasks with its interval, their number, and the tasks' own values."""
+    values = list(per_task.values())
+    return {
+        "success": sum(values) / len(values) if values else None,
+        "ci": list(interval(values)),
+        "n": len(values),
+        "per_task": dict(per_task),
+    }
 
 
 def pass_at_k(trials: int, successes: int, k: int) -> float:

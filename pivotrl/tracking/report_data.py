@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pivotrl.io import whole_rows
 from pivotrl.stages import STAGES
 
 JsonDict = dict[str, Any]
@@ -76,16 +77,6 @@ def _read_config(run_dir: Path) -> JsonDict:
             loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
             return loaded if isinstance(loaded, dict) else {}
     return {}
-
-
-def whole_rows(path: Path) -> Iterator[JsonDict]:
-    """Rows of a JSONL file that may not exist, or whose last line may be torn."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n") and line.strip():
-                yield json.loads(line)
 
 
 def last_of_each_step(rows: Iterable[JsonDict]) -> list[JsonDict]:

@@ -15,7 +15,7 @@ from pivotrl.environments.equivalence import action_of, replay
 from pivotrl.environments.registry import draw_tasks, get_environment
 from pivotrl.environments.rollout import run_episodes
 from pivotrl.environments.shell_tasks import machine
-from pivotrl.environments.shell_tasks.tasks import FAMILIES, make_tasks, task_by_id
+from pivotrl.environments.shell_tasks.tasks import FAMILIES, MAKER
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, ToolCall, Turn
 from pivotrl.trajectories.turns import split_turns
@@ -23,7 +23,7 @@ from pivotrl.verifiers import sandbox
 from pivotrl.verifiers.registry import get_verifier
 
 needs_sandbox = pytest.mark.skipif(sandbox.unusable() is not None, reason=str(sandbox.unusable()))
-TRAIN, TEST = make_tasks("train", 210, 0), make_tasks("test", 70, 0)
+TRAIN, TEST = MAKER.tasks("train", 210, 0), MAKER.tasks("test", 70, 0)
 
 
 def bash(command: str) -> Action:
@@ -51,13 +51,13 @@ def play(environment: Any, task: Task, *actions: Action, max_turns: int = 6) -> 
 
 def test_families_have_equal_shares_and_a_prefix_is_stable() -> None:
     assert Counter(task.family for task in TRAIN) == dict.fromkeys(FAMILIES, 30)
-    assert make_tasks("train", 10, 0) == TRAIN[:10]
-    assert task_by_id(TRAIN[33].id) == TRAIN[33]
+    assert MAKER.tasks("train", 10, 0) == TRAIN[:10]
+    assert MAKER.task(TRAIN[33].id) == TRAIN[33]
     for wrong in ("outfitters-train-0-1", "shell_tasks-dev-0-1", "shell_tasks-train-0", ""):
         with pytest.raises(UserError, match="shell_tasks"):
-            task_by_id(wrong)
+            MAKER.task(wrong)
     with pytest.raises(UserError, match="dev"):
-        make_tasks("dev", 1, 0)
+        MAKER.tasks("dev", 1, 0)
 
 
 def test_train_and_test_share_no_file_name_and_no_task() -> None:

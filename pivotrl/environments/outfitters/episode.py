@@ -9,76 +9,36 @@ from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.outfitters import rules, shop
 from pivotrl.environments.outfitters.tasks import NAME, VERSION
 from pivotrl.environments.outfitters.user import Customer, says_answer, says_outcome
-from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
+from pivotrl.environments.procedural import TurnEpisode
+from pivotrl.trajectories.schema import JsonDict, ToolCall
 
 
-class OutfittersEpisode:
+class OutfittersEpisode(TurnEpisode):
     """See environments.base.Episode. Deterministic: the same actions give the same messages."""
 
     def __init__(self, task: Task, max_turns: int) -> None:
-        self.task = task
-        self.max_turns = max_turns
-        self.tools = shop.TOOLS
-        self.db: JsonDict = copy.deepcopy(task.spec["db"])
         request = task.spec["request"]
+        self.db: JsonDict = copy.deepcopy(task.spec["db"])
         self.right = rules.right_write(task.spec["db"], request)
-        self.answer = rules.right_answer(task.spec["db"], request)
-        spec = {**task.spec, "answer": self.answer}
+        self.right_answer = rules.right_answer(task.spec["db"], request)
+        spec = {**task.spec, "answer": self.right_answer}
         self.customer = Customer(spec, Random(f"{NAME}/{VERSION}/customer/{task.id}"))
-        self.messages: list[JsonDict] = [
-            {"role": "system", "content": shop.POLICY},
-            {"role": "user", "content": self.customer.opening()},
-        ]
-        self.turns = 0
-        self.done = False
+        opening = {"role": "user", "content": self.customer.opening()}
+        super().__init__(task, max_turns, shop.TOOLS, [{"role": "system", "content": shop.POLICY}, opening])
         self.writes: list[ToolCall] = []  # carried out, in order
         self.premature = False  # a change before the customer's yes
         self.seen: set[str] = set()  # ids and products looked up
         self.told = ""  # the agent's last text
         self._last_write: tuple[ToolCall, JsonDict] | None = None
-        self._calls = 0
 
-    def step(self, action: Action) -> None:
-        """Append the assistant turn and what follows it. Total; a finished episode takes no more actions."""
-        if self.done:
-            return
-        self.turns += 1
-        if action.tool_calls:
-            self._call_turn(action)
-        else:
-            self._text_turn(action)
-        if self.turns >= self.max_turns:
-            self.done = True
+    def answer(self, text: str) -> str | None:
+        if not text.strip():
+            return self.customer.silence()
+        self.told = text
+        return self.customer.reply(text, self._last_write)
 
-    def _text_turn(self, action: Action) -> None:
-        self.messages.append({"role": "assistant", "content": action.text})
-        if action.problems:
-            problem = "; ".join(map(str, action.problems))[:120]
-            reply: str | None = f"[error: the last message could not be read ({problem}); write it again]"
-        elif not action.text.strip():
-            reply = self.customer.silence()
-        else:
-            self.told = action.text
-            reply = self.customer.reply(action.text, self._last_write)
-        if reply is None:
-            self.done = True
-        else:
-            self.messages.append({"role": "user", "content": reply})
-
-    def _call_turn(self, action: Action) -> None:
-        calls = []
-        for call in action.tool_calls:
-            calls.append({"id": f"call_{self._calls}", "name": call.name, "arguments": copy.deepcopy(call.arguments)})
-            self._calls += 1
-        message: JsonDict = {"role": "assistant", "tool_calls": calls}
-        if action.text.strip():
-            message["content"] = action.text
-        self.messages.append(message)
-        for row, call in zip(calls, action.tool_calls, strict=True):
-            # A turn that could be read only in part is carried out not at all: its intent is not known.
-            result = {"error": "not run: part of the message could not be read"} if action.problems else self._run(call)
-            content = shop.compact(result)
-            self.messages.append({"role": "tool", "tool_call_id": row["id"], "name": call.name, "content": content})
+    def run(self, call: ToolCall) -> str:
+        return shop.compact(self._run(call))
 
     def _run(self, call: ToolCall) -> JsonDict:
         result = shop.execute(self.db, call)
@@ -113,7 +73,7 @@ class OutfittersEpisode:
             assert self._last_write is not None  # the state differs from the first one
             return "ok" if says_outcome(self.told, *self._last_write) else "user_not_told"
         request = self.task.spec["request"]
-        if not says_answer(self.told, request["topic"], str(self.answer)):
+        if not says_answer(self.told, request["topic"], str(self.right_answer)):
             return "wrong_answer"
         source = shop.product_of(request["sku"]) if request["topic"] == "stock" else request["order"]
         return "ok" if source in self.seen else "answer_not_looked_up"

@@ -14,10 +14,9 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from pivotrl.environments.base import Task
 from pivotrl.environments.outfitters.rules import window_days
 from pivotrl.environments.outfitters.shop import product_of
-from pivotrl.errors import UserError
+from pivotrl.environments.procedural import SPLITS, TaskMaker
 from pivotrl.trajectories.schema import JsonDict
 
 NAME = "outfitters"
@@ -32,7 +31,6 @@ FAMILIES = (
     "refuse_rules",
 )
 TOPICS = ("status", "method", "returnable", "stock")
-SPLITS = ("train", "test")
 
 _FIRST = {
     "train": ("Dana", "Omar", "Lena", "Ivan", "Rosa", "Hugo", "Mina", "Paul", "Vera", "Carl", "Nora", "Alan"),
@@ -54,28 +52,6 @@ _CATALOGUE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # product: c
     "tent": (("green", "orange", "blue"), ("2", "3", "4")),
     "pack": (("black", "green", "red"), ("30", "40", "50")),
 }
-
-
-def make_tasks(split: str, count: int, seed: int) -> list[Task]:
-    """`count` tasks; the first n of them are the same for every count >= n."""
-    if split not in SPLITS:
-        raise UserError(f'environment {NAME}: no split "{split}"; use one of {", ".join(SPLITS)}')
-    return [make_task(split, seed, index) for index in range(count)]
-
-
-def make_task(split: str, seed: int, index: int) -> Task:
-    family = FAMILIES[index % len(FAMILIES)]
-    # A string seed: Random hashes it with SHA-512, the same in every process and Python version.
-    rng = Random(f"{NAME}/{VERSION}/{split}/{seed}/{index}")
-    return Task(f"{NAME}-{split}-{seed}-{index}", family, _Maker(rng, split).make(family))
-
-
-def task_by_id(task_id: str) -> Task:
-    """The task that an id names (ids say how the task was made)."""
-    parts = task_id.split("-")
-    if len(parts) != 4 or parts[0] != NAME or parts[1] not in SPLITS or not (parts[2] + parts[3]).isdecimal():
-        raise UserError(f'"{task_id}" is no task of environment {NAME} (they read {NAME}-train-0-12)')
-    return make_task(parts[1], int(parts[2]), int(parts[3]))
 
 
 class _Maker:
@@ -217,3 +193,10 @@ class _Maker:
         if fallback is not None and shortage != "want":
             variants[fallback] = 0 if shortage == "none" else rng.randint(1, 7)
         request["want"], request["fallback"] = want, fallback
+
+
+def _spec(rng: Random, split: str, family: str) -> JsonDict:
+    return _Maker(rng, split).make(family)
+
+
+MAKER = TaskMaker(NAME, VERSION, FAMILIES, _spec)

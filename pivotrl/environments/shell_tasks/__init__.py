@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pivotrl.environments.base import Task
+from pivotrl.environments.procedural import demonstration
 from pivotrl.environments.shell_tasks import tasks
 from pivotrl.environments.shell_tasks.episode import ShellEpisode
 from pivotrl.environments.shell_tasks.expert import Expert
@@ -24,26 +25,14 @@ class ShellTasks:
         self._machine = Machine()
 
     def tasks(self, split: str, count: int, seed: int = 0) -> list[Task]:
-        return tasks.make_tasks(split, count, seed)
+        return tasks.MAKER.tasks(split, count, seed)
 
     def task(self, task_id: str) -> Task:
         """The task of an id. Raises UserError for an id that is not this environment's."""
-        return tasks.task_by_id(task_id)
+        return tasks.MAKER.task(task_id)
 
     def reset(self, task: Task, max_turns: int) -> ShellEpisode:
         return ShellEpisode(task, max_turns, self._machine)
 
     def expert(self, task: Task, run: int = 0) -> Trajectory:
-        episode = Expert(task, run, self._machine).play()
-        outcome = episode.outcome()
-        if not outcome.success:
-            raise RuntimeError(f"the expert failed {task.id} run {run}: {outcome.reason}")  # a bug here, not bad input
-        return Trajectory(
-            id=f"{task.id}/{run}",
-            domain="terminal",
-            messages=episode.messages,
-            tools=episode.tools,
-            task_id=task.id,
-            meta={"task_id": task.id, "reward": 1.0, "family": task.family},
-            source=f"environment:{self.name}",
-        )
+        return demonstration(Expert(task, run, self._machine).play(), task, run, self.name, "terminal")

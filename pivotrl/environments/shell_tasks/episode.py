@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 
 from pivotrl.environments.base import Outcome, Task
+from pivotrl.environments.procedural import TurnEpisode
 from pivotrl.environments.shell_tasks.machine import Machine, State, initial_state, state_hash
-from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
+from pivotrl.trajectories.schema import JsonDict, ToolCall
 
 SYSTEM = (
     "You work at a bash shell. Run commands with the tool bash until the task is done. "
@@ -30,61 +30,25 @@ TOOLS: list[JsonDict] = [
 ]
 
 
-class ShellEpisode:
+class ShellEpisode(TurnEpisode):
     """See environments.base.Episode. Deterministic for deterministic commands."""
 
     def __init__(self, task: Task, max_turns: int, machine: Machine) -> None:
-        self.task, self.max_turns, self.machine = task, max_turns, machine
-        self.tools = TOOLS
+        instruction = {"role": "user", "content": task.spec["instruction"]}
+        super().__init__(task, max_turns, TOOLS, [{"role": "system", "content": SYSTEM}, instruction])
+        self.machine = machine
         self.state: State = initial_state(task.spec["files"])
-        self.messages: list[JsonDict] = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": task.spec["instruction"]},
-        ]
-        self.turns = 0
-        self.done = False
         self.told: str | None = None  # the last message, which ends the episode
         self.outputs: list[str] = []
-        self._calls = 0
 
-    def step(self, action: Action) -> None:
-        """Append the assistant turn and what follows it. Total; a finished episode takes no more actions."""
-        if self.done:
-            return
-        self.turns += 1
-        if action.tool_calls:
-            self._call_turn(action)
-        else:
-            self._text_turn(action)
-        if self.turns >= self.max_turns:
-            self.done = True
+    def answer(self, text: str) -> str | None:
+        if not text.strip():
+            return "[error: the last message was empty]"
+        self.told = text
+        return None
 
-    def _text_turn(self, action: Action) -> None:
-        self.messages.append({"role": "assistant", "content": action.text})
-        if action.problems:
-            problem = "; ".join(map(str, action.problems))[:120]
-            self._reply(f"[error: the last message could not be read ({problem}); write it again]")
-        elif not action.text.strip():
-            self._reply("[error: the last message was empty]")
-        else:
-            self.told, self.done = action.text, True
-
-    def _reply(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
-
-    def _call_turn(self, action: Action) -> None:
-        calls = []
-        for call in action.tool_calls:
-            calls.append({"id": f"call_{self._calls}", "name": call.name, "arguments": copy.deepcopy(call.arguments)})
-            self._calls += 1
-        message: JsonDict = {"role": "assistant", "tool_calls": calls}
-        if action.text.strip():
-            message["content"] = action.text
-        self.messages.append(message)
-        for row, call in zip(calls, action.tool_calls, strict=True):
-            result = {"error": "not run: part of the message could not be read"} if action.problems else self._run(call)
-            content = json.dumps(result, ensure_ascii=False, separators=(",", ":"))
-            self.messages.append({"role": "tool", "tool_call_id": row["id"], "name": call.name, "content": content})
+    def run(self, call: ToolCall) -> str:
+        return json.dumps(self._run(call), ensure_ascii=False, separators=(",", ":"))
 
     def _run(self, call: ToolCall) -> JsonDict:
         if call.name != "bash":

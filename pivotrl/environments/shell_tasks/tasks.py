@@ -14,8 +14,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from pivotrl.environments.base import Task
-from pivotrl.errors import UserError
+from pivotrl.environments.procedural import TaskMaker
 from pivotrl.trajectories.schema import JsonDict
 
 NAME = "shell_tasks"
@@ -29,7 +28,6 @@ FAMILIES = (
     "follow_pointer",
     "delete_empty",
 )
-SPLITS = ("train", "test")
 
 _STEMS = {
     "train": ("web", "mail", "disk", "auth", "cache", "queue", "proxy", "store", "relay", "timer", "parse", "audit"),
@@ -49,29 +47,6 @@ _PEOPLE = {
 }
 _LEVELS = ("INFO", "WARN", "ERROR", "DEBUG")
 _OPTIONS = ("port", "limit", "timeout", "workers")
-
-
-def make_tasks(split: str, count: int, seed: int) -> list[Task]:
-    """`count` tasks; the first n of them are the same for every count >= n."""
-    if split not in SPLITS:
-        raise UserError(f'environment {NAME}: no split "{split}"; use one of {", ".join(SPLITS)}')
-    return [make_task(split, seed, index) for index in range(count)]
-
-
-def make_task(split: str, seed: int, index: int) -> Task:
-    family = FAMILIES[index % len(FAMILIES)]
-    rng = Random(f"{NAME}/{VERSION}/{split}/{seed}/{index}")  # a string seed: the same in every process
-    made = getattr(_Maker(rng, split), family)()
-    ask = {"kind": family, **made.pop("ask")}
-    return Task(f"{NAME}-{split}-{seed}-{index}", family, {"answer": None, **made, "ask": ask})
-
-
-def task_by_id(task_id: str) -> Task:
-    """The task that an id names (ids say how the task was made)."""
-    parts = task_id.split("-")
-    if len(parts) != 4 or parts[0] != NAME or parts[1] not in SPLITS or not (parts[2] + parts[3]).isdecimal():
-        raise UserError(f'"{task_id}" is no task of environment {NAME} (they read {NAME}-train-0-12)')
-    return make_task(parts[1], int(parts[2]), int(parts[3]))
 
 
 class _Maker:
@@ -213,3 +188,12 @@ def _text(lines: Any) -> str:
 
 def _question(files: JsonDict, instruction: str, ask: JsonDict, answer: str) -> JsonDict:
     return {"files": files, "instruction": instruction, "ask": ask, "goal": files, "answer": answer}
+
+
+def _spec(rng: Random, split: str, family: str) -> JsonDict:
+    made = getattr(_Maker(rng, split), family)()
+    ask = {"kind": family, **made.pop("ask")}
+    return {"answer": None, **made, "ask": ask}
+
+
+MAKER = TaskMaker(NAME, VERSION, FAMILIES, _spec)
