@@ -22,7 +22,7 @@ from pivotrl.errors import UserError
 from pivotrl.evaluation.in_domain import EngineActor, SampledAction, episode_row
 from pivotrl.evaluation.tasks import task_ids
 from pivotrl.evaluation.watch import Watcher
-from pivotrl.io import append_jsonl, keeps_books, read_jsonl, write_json
+from pivotrl.io import append_jsonl
 from pivotrl.local_rollouts import seed_for
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import TokenSequence
@@ -159,23 +159,4 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
-    return _finish(directory, e.steps, len(tasks), spent, time.monotonic() - started)
-
-
-def _finish(directory: Path, steps: int, tasks: int, spent: TokenCounts, seconds: float) -> dict[str, Any]:
-    if not keeps_books():
-        return {}
-    rows = list(read_jsonl(directory / "metrics.jsonl"))
-    window = max(1, len(rows) // 5)
-    summary = {
-        "steps": steps,
-        "tasks": tasks,
-        "rollouts": spent.rollouts,
-        "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
-        "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
-        "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
-        "checkpoint": str(directory / "checkpoint"),
-        "seconds": seconds,
-    }
-    write_json(directory / "summary.json", summary)
-    return summary
+    return grpo.finish(directory, {"steps": e.steps, "tasks": len(tasks)}, spent, time.monotonic() - started)

@@ -151,7 +151,8 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             saver.extra = {"spent": spent.to_json(), "pivots": source.state()}
             saver.step_done(step + 1, score=metrics["reward"])
         export(policy, bench, directory / "checkpoint")
-    summary = _finish(directory, cfg, source, spent, saver.seconds_before + time.monotonic() - started)
+    facts = {"steps": a.steps, "pivots": source.pivots, "engine": source.costs()}
+    summary = finish(directory, facts, spent, saver.seconds_before + time.monotonic() - started)
     saver.finished()
     return summary
 
@@ -194,17 +195,15 @@ def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> 
     return TokenCounts.of(rollouts)
 
 
-def _finish(directory: Path, cfg: Config, source: PivotSource, spent: TokenCounts, seconds: float) -> dict[str, Any]:
+def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts, seconds: float) -> dict[str, Any]:
+    """Write the summary of a stage of RL: `facts` of its own, then cost, reward of the first and last fifth, result."""
     if not keeps_books():
         return {}
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
-    summary = {
-        "steps": cfg.algorithm.steps,
-        "pivots": source.pivots,
+    summary = facts | {
         "rollouts": spent.rollouts,
         "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},
-        "engine": source.costs(),
         "reward_first": sum(float(r["reward"]) for r in rows[:window]) / window,
         "reward_last": sum(float(r["reward"]) for r in rows[-window:]) / window,
         "checkpoint": str(directory / "checkpoint"),
