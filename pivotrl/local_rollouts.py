@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pivotrl.config import Config
 from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.rendering.prompts import prompts_of
 from pivotrl.rollouts import Rollout
@@ -85,6 +86,32 @@ def render_states(
         else:
             states.append(State(turn, prompt))
     return states, sorted(skipped, key=lambda s: order[s.turn_id])
+
+
+def prompt_cache(cfg: Config, run_dir: Path) -> Path | None:
+    """Where the prompts of a run are kept between stages; None: nowhere."""
+    return run_dir / "prompts" if cfg.rendering.cache else None
+
+
+def states_of(
+    turns: Iterable[Turn],
+    cfg: Config,
+    run_dir: Path,
+    renderer: Renderer,
+    verifier: Verifier,
+    duplicates: Collection[str] = (),
+) -> tuple[list[State], list[SkippedState]]:
+    """`render_states` with the settings of a run, which are the same in every stage."""
+    return render_states(
+        turns,
+        renderer,
+        verifier,
+        cfg.model.context_length,
+        cfg.sampling.max_new_tokens,
+        cfg.rendering.workers,
+        prompt_cache(cfg, run_dir),
+        duplicates,
+    )
 
 
 def duplicate_prompts(

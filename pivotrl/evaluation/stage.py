@@ -22,7 +22,7 @@ from pivotrl.evaluation.statistics import paired_difference
 from pivotrl.evaluation.tasks import evaluation_tasks
 from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.io import append_jsonl, keeps_books, read_json, whole_rows, write_json, write_jsonl
-from pivotrl.local_rollouts import LocalRoller, render_states
+from pivotrl.local_rollouts import LocalRoller, states_of
 from pivotrl.models.folder import ModelFolder
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import read_turns
@@ -62,15 +62,7 @@ class Evaluator:
         self.drift = DriftProbe(cfg, run_dir, bench, engine, self.sets) if e.drift else None
         if cfg.environment.name is None:
             turns = draw_turns(read_turns(run_dir, "validation"), cfg.evaluate.tasks, cfg.seed)
-            self.states, _ = render_states(
-                turns,
-                bench.renderer,
-                bench.verifier,
-                cfg.model.context_length,
-                cfg.sampling.max_new_tokens,
-                cfg.rendering.workers,
-                run_dir / "prompts" if cfg.rendering.cache else None,
-            )
+            self.states, _ = states_of(turns, cfg, run_dir, bench.renderer, bench.verifier)
             if not self.states:
                 raise UserError(
                     "evaluate: no held-out turn can be scored; raise trajectories.validation_fraction "

@@ -14,7 +14,7 @@ from typing import Any
 from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.io import keeps_books, read_json, read_jsonl, write_json, write_jsonl
-from pivotrl.local_rollouts import LocalRoller, State, duplicate_prompts, render_states
+from pivotrl.local_rollouts import LocalRoller, State, duplicate_prompts, prompt_cache, states_of
 from pivotrl.peers import wait_for_peers
 from pivotrl.profiling.adaptive import Plan, make_plan
 from pivotrl.profiling.fingerprint import fingerprint, weights_digest
@@ -96,18 +96,10 @@ def run_profile(cfg: Config, run_dir: Path) -> dict[str, Any]:
     turns = draw_turns(read_turns(run_dir, "train"), cfg.profile.max_turns, cfg.seed)
     record = present_fingerprint(bench, turns)  # of all turns, in every shard
     mine = turns_of(turns, shard) if isinstance(shard, Shard) else turns
-    workers, folder = cfg.rendering.workers, run_dir / "prompts" if cfg.rendering.cache else None
-    copies = duplicate_prompts(turns, bench.renderer, workers, folder) if cfg.trajectories.deduplicate else set()
-    states, skipped = render_states(
-        mine,
-        bench.renderer,
-        bench.verifier,
-        cfg.model.context_length,
-        cfg.sampling.max_new_tokens,
-        workers,
-        folder,
-        copies,
-    )
+    copies: set[str] = set()
+    if cfg.trajectories.deduplicate:
+        copies = duplicate_prompts(turns, bench.renderer, cfg.rendering.workers, prompt_cache(cfg, run_dir))
+    states, skipped = states_of(mine, cfg, run_dir, bench.renderer, bench.verifier, copies)
     write_jsonl(directory / "skipped.jsonl", (asdict(s) for s in skipped))
     reasons = dict(Counter(s.reason for s in skipped))
     if not states and shard is None:

@@ -17,7 +17,7 @@ from pivotrl.errors import UserError
 from pivotrl.evaluation.watch import CURVE, Watcher
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, keeps_books, read_json, read_jsonl, write_json
-from pivotrl.local_rollouts import LocalRoller, State, render_states
+from pivotrl.local_rollouts import LocalRoller, State, states_of
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.profiling.fingerprint import require_same
 from pivotrl.profiling.profiler import draw_turns
@@ -55,15 +55,7 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> tuple[list[Stat
     for line in require_same(profile, present, cfg.algorithm.allow_foreign_profile):
         print(f"train: foreign profile allowed: {line}")
     pivots = [t for t in turns if t.id in chosen]
-    states, _ = render_states(
-        pivots,
-        bench.renderer,
-        bench.verifier,
-        cfg.model.context_length,
-        cfg.sampling.max_new_tokens,
-        cfg.rendering.workers,
-        run_dir / "prompts" if cfg.rendering.cache else None,
-    )
+    states, _ = states_of(pivots, cfg, run_dir, bench.renderer, bench.verifier)
     if not states:
         raise UserError(f"no pivot to train on in {path}: run `pivotrl select` with another set or lambda")
     return states, str(present["weights"])

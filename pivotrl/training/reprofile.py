@@ -19,7 +19,7 @@ from pivotrl.config import Config
 from pivotrl.config import Reprofile as Settings
 from pivotrl.errors import UserError
 from pivotrl.io import read_json, read_jsonl, write_json, write_jsonl
-from pivotrl.local_rollouts import LocalRoller, State, render_states, seed_for
+from pivotrl.local_rollouts import LocalRoller, State, seed_for, states_of
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.select import run_select
 from pivotrl.profiling.stage import profile_into
@@ -109,15 +109,7 @@ class Reprofiler:
         """Turns with their prompts, in the order of the prompt trie. Prompts were rendered before and are cached."""
         cfg = self.cfg
         turns = [t for t in turns_in(self.run_dir / "turns" / "turns.jsonl", "train") if t.id in ids]
-        states, skipped = render_states(
-            draw_turns(turns, None, cfg.seed),
-            self.renderer,
-            self.verifier,
-            cfg.model.context_length,
-            cfg.sampling.max_new_tokens,
-            cfg.rendering.workers,
-            self.run_dir / "prompts" if cfg.rendering.cache else None,
-        )
+        states, skipped = states_of(draw_turns(turns, None, cfg.seed), cfg, self.run_dir, self.renderer, self.verifier)
         if skipped or len(states) != len(ids):
             names = sorted(ids - {s.turn.id for s in states})
             path = self.run_dir / "turns" / "turns.jsonl"
