@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -268,8 +268,3 @@ def open_side(path: Path, model: Model | None, source: Path | None) -> Side:
     if is_hf(path):
         return HFSide(path)
     return MegatronSide(path, model or Model.of(config_folder(path, source)))
-
-
-def common_step(path: Path) -> Any:
-    """Training step of a distributed checkpoint, or None where it says nothing."""
-    return DistReader(find_dist(path)).common.get("iteration")

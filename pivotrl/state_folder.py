@@ -112,10 +112,6 @@ def kept(
     return keep | set(ranked[:best])
 
 
-def has_state(stage_dir: Path) -> bool:
-    return bool(StateFolder(stage_dir).committed())
-
-
 def remedy(error: OSError, folder: Path) -> str:
     """What a failed write to `folder` means, and what to do."""
     reason = error.strerror or str(error)

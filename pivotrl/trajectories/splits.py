@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 from pivotrl.errors import UserError
 from pivotrl.trajectories.duplicates import DigestSet
@@ -53,17 +52,6 @@ class TaskSplits:
         held = validation + min(_count(self._fractions[1], len(self)), room - validation)
         last, both = (self._ranks.smallest(count) if count else 0 for count in (validation, held))
         return last, both
-
-
-def split_tasks(
-    task_ids: Iterable[str], seed: int, warmup_fraction: float, validation_fraction: float
-) -> dict[str, str]:
-    """task id -> split, as `TaskSplits` gives them. Raises `UserError` as it does."""
-    tasks = list(task_ids)
-    splits = TaskSplits(seed, warmup_fraction, validation_fraction)
-    for task in tasks:
-        splits.add(task)
-    return {task: splits.of(task) for task in tasks}
 
 
 def _count(fraction: float, total: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pivotrl.trajectories.duplicates import DigestSet
 from pivotrl.trajectories.flags import is_error
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Trajectory, Turn
-from pivotrl.trajectories.splits import split_tasks
+from pivotrl.trajectories.splits import TaskSplits
 from pivotrl.trajectories.spool import Spool
 from pivotrl.trajectories.turn_lines import TurnLines
 from pivotrl.trajectories.turns import merge_pieces, split_turns
@@ -35,6 +36,13 @@ RESULT = {"role": "tool", "tool_call_id": "1", "name": "f", "content": "r"}
 
 def turns(*messages: dict[str, Any], **meta: Any) -> list[Turn | Skip]:
     return list(split_turns(Trajectory("T", "d", list(messages), [], "task", meta, "file.jsonl:3"), "train"))
+
+
+def split_tasks(tasks: Iterable[str], seed: int, warmup_fraction: float, validation_fraction: float) -> dict[str, str]:
+    splits, tasks = TaskSplits(seed, warmup_fraction, validation_fraction), list(tasks)
+    for task in tasks:
+        splits.add(task)
+    return {task: splits.of(task) for task in tasks}
 
 
 def test_each_assistant_turn_sees_all_before_it() -> None:
