@@ -64,12 +64,13 @@ def watchdog(limit_seconds: float | None, what: str, run_dir: Path) -> Iterator[
 def _watch(limit: float, what: str, folder: Path, alarm: Path, rank: int, done: threading.Event) -> None:
     pause = min(max(limit / 10, 0.05), 5.0)
     # Python's own threads stand still where native code keeps the interpreter's lock; this one is the system's.
-    faulthandler.dump_traceback_later(limit + 60, exit=True)
+    # It needs a real file: sys.stderr is none in a notebook.
+    faulthandler.dump_traceback_later(limit + 60, exit=True, file=2)
     armed = _last
     try:
         while not done.wait(pause):
             if _last != armed:
-                faulthandler.dump_traceback_later(limit + 60, exit=True)
+                faulthandler.dump_traceback_later(limit + 60, exit=True, file=2)
                 armed = _last
             if time.monotonic() - _last > limit or alarm.exists():
                 _give_up(limit, what, folder, alarm, rank, pause)

@@ -1,7 +1,7 @@
 """A stage that takes its time: it counts steps into a file, goes on from there, and stops well when told. Not a test.
 
 `python slow_stage.py STAGE run_dir=FOLDER`, in the place of launch.step. A file FOLDER/kill-RANK makes that rank kill
-itself in its fifth step, once.
+itself in its fifth step, once; FOLDER/wait-RANK makes it wait there until it is told to stop, once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = 40
 def main() -> int:
     folder = Path(next(word for word in sys.argv if word.startswith("run_dir=")).removeprefix("run_dir="))
     rank = os.environ["SLURM_PROCID"]
-    log, kill = folder / f"steps-{rank}", folder / f"kill-{rank}"
+    log, kill, wait = (folder / f"{what}-{rank}" for what in ("steps", "kill", "wait"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with watching(Checkpoint()), held():
@@ -31,9 +31,12 @@ def main() -> int:
                     kill.unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(0.2)
+                while step == 5 and wait.exists() and not requested():
+                    time.sleep(0.1)
                 with log.open("a") as file:
                     file.write(f"{step}\n")
                 if why := requested():
+                    wait.unlink(missing_ok=True)
                     raise Stopped(why)
     except Stopped as stopped:
         leave_note(stopped.why)

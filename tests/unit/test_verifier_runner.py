@@ -62,13 +62,14 @@ def test_order_errors_and_rewards_that_are_none(workers):
 
 def test_a_hang_off_the_main_thread_costs_its_pair_alone():
     box = []
+    before = descendants(os.getpid())
 
     def work():
         with VerifierRunner(Scripted, workers=2, timeout_seconds=1.0) as runner:
             runner.score(pairs("warm", "up"))
             started = time.monotonic()
             verdicts = runner.score(pairs("hang", *map(str, range(40)), "sleep"))
-            box.append((verdicts, time.monotonic() - started, descendants(os.getpid())))
+            box.append((verdicts, time.monotonic() - started, descendants(os.getpid()) - before))
         box.append(running(box[0][2]))
 
     thread = threading.Thread(target=work)

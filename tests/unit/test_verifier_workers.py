@@ -57,6 +57,7 @@ def test_no_workers_is_in_process():
 
 
 def test_rollouts_of_all_states_wait_together():
+    before = descendants(os.getpid())
     runner = open_verifier(SLOW)
     assert isinstance(runner, VerifierRunner)
     with runner:
@@ -71,7 +72,7 @@ def test_rollouts_of_all_states_wait_together():
         assert [[r.index for r in group] for group in groups] == [[0, 1]] * 6
         assert [group[1].action.text for group in groups] == [f"good {i}" for i in range(6)]
         assert {r.verdict.details.get("pid") for group in groups for r in group} & {os.getpid()} == set()
-        pids = descendants(os.getpid())
+        pids = descendants(os.getpid()) - before
     left = pids & descendants(os.getpid())
     assert not left, left
 
