@@ -56,6 +56,7 @@ class Environment:
     name: str | None = None  # None: no environment; evaluation is then on held-out turns
     families: list[str] | None = None  # only tasks of these families; None: all
     max_turns: int = 12  # assistant turns of an episode
+    options: dict[str, Any] = field(default_factory=dict)  # of the environment's class (docs/environment.md)
 
 
 @dataclass

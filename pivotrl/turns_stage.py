@@ -101,7 +101,7 @@ def _source(cfg: config.Config, out: Path) -> tuple[str, list[Skip]]:
         raise UserError("trajectories.path is not set, and no environment.name whose expert could make trajectories.")
     from pivotrl.environments.registry import draw_tasks, get_environment
 
-    env = get_environment(cfg.environment.name)
+    env = get_environment(cfg.environment.name, cfg.environment.options)
     unshown: list[Skip] = []
 
     def rows() -> Iterator[dict[str, Any]]:

@@ -50,13 +50,14 @@ class Environment(Protocol):
     """What training, verification and evaluation need of a world of tasks.
 
     An exception that an environment raises is its own fault: roll-outs record it as an error beside the outcomes.
+    Where an attribute `waits` is true, episodes ask others (a model that plays the user) and are stepped in threads.
     """
 
     name: str
     version: str  # changes whenever an episode could go another way
 
     def tasks(self, split: str, count: int, seed: int = 0) -> list[Task]:
-        """`split`: "train" or "test"; the two never share a task. Families in equal shares."""
+        """`split`: "train" or "test", which share no task. Families in equal shares. Fewer where there are fewer."""
         ...
 
     def task(self, task_id: str) -> Task:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from pivotrl.environments.base import Environment, Episode, Outcome, Task
 from pivotrl.trajectories.schema import Action, JsonDict
 
+_THREADS = 32  # episodes that wait for others at a time
 # (messages, tools) of each unfinished episode -> its action; None: the policy cannot act (its context is full).
 Act = Callable[[Sequence[tuple[list[JsonDict], list[JsonDict]]]], Sequence[Action | None]]
 
@@ -57,16 +60,26 @@ def run_episodes(
     raises is the engine's error, not an episode's: it is passed on. Raises ValueError for another number of actions.
     """
     running = [_Running(task, trial) for task in tasks for trial in range(trials)]
-    for one in running:
-        one.guarded(lambda one=one: _start(environment, one, max_turns))  # type: ignore[misc]
+    together = bool(getattr(environment, "waits", False))
+    _do([partial(one.guarded, partial(_start, environment, one, max_turns)) for one in running], together)
     while active := [one for one in running if one.result is None]:
         states = [(list(_episode(one).messages), _episode(one).tools) for one in active]
         actions = act(states)
         if len(actions) != len(active):
             raise ValueError(f"act returned {len(actions)} actions for {len(active)} episodes")
-        for one, action in zip(active, actions, strict=True):
-            one.guarded(lambda one=one, action=action: _advance(one, action, max_turns))  # type: ignore[misc]
+        steps = zip(active, actions, strict=True)
+        _do([partial(one.guarded, partial(_advance, one, action, max_turns)) for one, action in steps], together)
     return [one.result for one in running if one.result is not None]
+
+
+def _do(work: Sequence[Callable[[], None]], together: bool) -> None:
+    if not together:
+        for piece in work:
+            piece()
+        return
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="episode") as pool:
+        for done in [pool.submit(piece) for piece in work]:
+            done.result()
 
 
 def _episode(one: _Running) -> Episode:

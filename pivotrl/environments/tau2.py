@@ -33,7 +33,7 @@ class Tau2:
     has_user = False  # what a text leads to cannot be executed
 
     def __init__(self) -> None:
-        self.version = _installed()
+        self.version = installed()
         self._tools = {name: _tool_names(name) for name in DOMAINS}
         self._domains: dict[str, Domain] = {}
         self._states: OrderedDict[str, State] = OrderedDict()
@@ -82,7 +82,7 @@ class Tau2:
             step = json.dumps([keys[-1], call.to_json(), _failed(result)], sort_keys=True)
             keys.append(hashlib.sha256(step.encode()).hexdigest())
         known = next((i for i in range(len(calls), -1, -1) if keys[i] in self._states), -1)
-        state = self._states[keys[known]] if known >= 0 else self._keep(keys[0], _beginning(domain, turn.task_id))
+        state = self._states[keys[known]] if known >= 0 else self._keep(keys[0], beginning(domain, turn.task_id))
         for i in range(max(known, 0), len(calls)):
             call, result = calls[i]
             state, failed = domain.after(state, call)
@@ -103,7 +103,7 @@ class Tau2:
         return state
 
 
-def _beginning(domain: Domain, task_id: str) -> State:
+def beginning(domain: Domain, task_id: str) -> State:
     """The state in which a task begins: the same for all of a domain, but for telecom's and some of mock's."""
     if domain.name not in ("telecom", "mock"):
         return domain.initial
@@ -117,7 +117,7 @@ def _beginning(domain: Domain, task_id: str) -> State:
     return domain.start(lambda env: env.set_state(data.initialization_data, data.initialization_actions, []))
 
 
-def _installed() -> str:
+def installed() -> str:
     """Name and version of the package; raises UserError where it is missing."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # should a domain ever import it: no network
     try:

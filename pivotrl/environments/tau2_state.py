@@ -209,7 +209,26 @@ class Domain:
         changed = sorted((place, part.text) for place, part in self._changes(state).items())
         return results, hashlib.sha256(json.dumps(changed).encode()).hexdigest() if changed else ""
 
-    def _run(self, call: ToolCall) -> tuple[bool, str, bool]:
+    def respond(self, state: State, call: ToolCall, requestor: str) -> tuple[State, str, bool]:
+        """The state after a call by "assistant" or "user", its result, and whether it failed. Total."""
+        self.load(state)
+        failed, result, wrote = self._run(call, requestor)
+        changes = self._changes(state) if wrote else {}
+        return (State({**state.parts, **changes}, self._ids.drawn) if changes else state), result, failed
+
+    def hashes(self, state: State) -> str:
+        """tau2's own hashes of the databases of agent and user."""
+        self.load(state)
+        return f"{self.environment.get_db_hash()}/{self.environment.get_user_db_hash()}"
+
+    def holds(self, state: State, assertion: Any) -> bool:
+        """Whether one of tau2's assertions about the world is met."""
+        self.load(state)
+        for place in self._whole:  # an assertion may bring agent and user into step
+            self._touch(place)
+        return bool(self.environment.run_env_assertion(assertion, raise_assertion_error=False))
+
+    def _run(self, call: ToolCall, requestor: str = "assistant") -> tuple[bool, str, bool]:
         """(failed, result, whether the tool may write). Total."""
         tools = self.environment.tools
         known = tools.has_tool(call.name)
@@ -218,13 +237,13 @@ class Domain:
             return not well, "(no effect)", False
         if call.name == "calculate" and "**" in str(call.arguments.get("expression")):
             return True, "powers are not evaluated", False  # 9**9**9 would never end
-        wrote = known and tools.tool_type(call.name).value == "write"
+        wrote = requestor == "user" or (known and tools.tool_type(call.name).value == "write")
         if wrote:
             for place in self._whole:
                 self._touch(place)
         self._noting = wrote
         try:
-            request = self._call_type(id="call", name=call.name, arguments=call.arguments, requestor="assistant")
+            request = self._call_type(id="call", name=call.name, arguments=call.arguments, requestor=requestor)
             response = self.environment.get_response(request)
         except Exception as error:  # arguments or results that its messages cannot hold
             return True, f"{type(error).__name__}: {error}", wrote

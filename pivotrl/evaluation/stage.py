@@ -108,7 +108,7 @@ class Evaluator:
             found = evaluate_turns(self.states, roller, trials, cfg.seed)
             self._spend(found.pop("cost"))
             return found
-        environment = get_environment(cfg.environment.name)
+        environment = get_environment(cfg.environment.name, cfg.environment.options)
         tasks = evaluation_tasks(cfg, self.run_dir, environment, cfg.evaluate.split, cfg.evaluate.tasks)
         actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
         found, rows = play(environment, tasks, trials, cfg.environment.max_turns, actor)

@@ -29,7 +29,7 @@ class Watcher:
         self.every, self.steps = cfg.watch.every, 0
         if self.every:
             assert cfg.environment.name is not None  # pivotrl.validation has refused it
-            self.environment = get_environment(cfg.environment.name)
+            self.environment = get_environment(cfg.environment.name, cfg.environment.options)
             self.tasks = evaluation_tasks(cfg, run_dir, self.environment, cfg.watch.split, cfg.watch.tasks)
 
     def look(self, engine: Engine, step: int, rollouts: int, last: bool = False) -> None:

@@ -112,7 +112,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
     if cfg.environment.name is None:
         raise UserError("e2e: end-to-end RL needs an environment (environment=outfitters)")
     bench = Workbench.build(cfg, run_dir)
-    environment = get_environment(cfg.environment.name)
+    environment = get_environment(cfg.environment.name, cfg.environment.options)
     tasks = [environment.task(task_id) for task_id in task_ids(run_dir, "train")]
     if not tasks:
         raise UserError(f"e2e: {run_dir / 'turns'} has no task in the train split")

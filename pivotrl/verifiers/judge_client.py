@@ -43,6 +43,7 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     attempts: int
+    tool_calls: tuple[dict[str, Any], ...] = ()  # as the endpoint gave them
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -156,15 +157,17 @@ def _seconds(header: str | None) -> float | None:
 def _answer(row: Any, attempts: int) -> Answer:
     try:
         choice = row["choices"][0]
-        text, finish = choice["message"]["content"], choice["finish_reason"]
-    except (KeyError, IndexError, TypeError):
+        message, finish = choice["message"], choice["finish_reason"]
+        text, calls = message["content"], message.get("tool_calls")
+    except (KeyError, IndexError, TypeError, AttributeError):
         raise JudgeError("judge_unparsable", "the response has no choices[0].message.content") from None
     usage = row.get("usage") if isinstance(row.get("usage"), dict) else {}
     used = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
     prompt, completion = (n if isinstance(n, int) else 0 for n in used)
     if not isinstance(text, str):  # a refusal, or a tool call where none was offered
         text = ""
-    return Answer(text, str(finish), prompt, completion, attempts)
+    called = tuple(call for call in calls if isinstance(call, dict)) if isinstance(calls, list) else ()
+    return Answer(text, str(finish), prompt, completion, attempts, called)
 
 
 class _Slots:
