@@ -37,6 +37,14 @@ _ARMS = (
     _pivot("mixed", "mixed turns, functional", "select.set=mixed", color="#5fb3a8"),
     _pivot("adv", "PivotRL (adv, functional)", "select.set=adv", color="#0f8a7e"),
     _pivot("adv_strict", "adv, strict", "select.set=adv", "algorithm.reward=strict", color="#b04a6a"),
+    _pivot(
+        "adv_reprofiled",
+        "PivotRL, profiled again every 10 steps",
+        "select.set=adv",
+        "algorithm.reprofile.every_steps=10",
+        "algorithm.reprofile.turns=80",
+        color="#2f5d50",
+    ),
     _pivot("dapo", "DAPO filtering, equal rollouts", "select.set=cand", "algorithm=dapo", profiled=False),
     Arm("e2e", "end-to-end RL", "e2e", ("e2e",), color="#8a4fbf"),
 )

@@ -10,8 +10,9 @@ from experiments.aggregate import Row
 from experiments.arms import ARMS
 from pivotrl.tracking import charts
 
-_CURVES = ("adv", "cand", "e2e")
+_CURVES = ("adv", "adv_reprofiled", "mixed", "cand", "e2e")
 _DEVIATIONS = ("cand", "mixed", "adv")
+_TRAINED = (*_DEVIATIONS, "adv_reprofiled")
 _BETAS = [0.5 + 0.1 * i for i in range(16)]
 
 
@@ -59,7 +60,7 @@ def _success(arms: dict[str, list[Row]], axis: str, title: str) -> str:
 def _deviation(arms: dict[str, list[Row]]) -> str:
     lines = [
         charts.Series(name, stats.smooth(points, 5), ARMS[name].color)
-        for name in _DEVIATIONS
+        for name in _TRAINED
         if name in arms and (points := stats.by_step(arms[name], "group_std"))
     ]
     return charts.line_chart(lines, "step", "std of the reward in a group")

@@ -64,11 +64,12 @@ def _training(folder: Path) -> Row:
     summary = read_json(folder / "summary.json")
     metrics = last_of_each_step(whole_rows(folder / "metrics.jsonl"))
     seconds = _running(float(row.get("seconds", 0.0)) for row in metrics)
+    again = _running(float(row.get("reprofile_rollouts", 0.0)) for row in metrics)  # not among those trained on
     curve = last_of_each_step(whole_rows(folder / "curve.jsonl"))
     return {
         "training": {
             "steps": summary["steps"],
-            "rollouts": summary.get("rollouts", 0),
+            "rollouts": summary.get("rollouts", 0) + int(again[-1] if again else 0),
             "tokens": summary.get("tokens", {}),
             "seconds": seconds[-1] if seconds else 0.0,
             **{key: summary[key] for key in ("kl_to_start", "max_kl", "reached") if key in summary},
@@ -77,7 +78,7 @@ def _training(folder: Path) -> Row:
         "curve": [
             {
                 "step": row["step"],
-                "rollouts": row["rollouts"],
+                "rollouts": row["rollouts"] + int(again[row["step"] - 1] if row["step"] else 0),
                 "seconds": seconds[row["step"] - 1] if row["step"] else 0.0,
                 "success": row["success"],
                 "n": row["n"],

@@ -57,6 +57,8 @@ class FakePivotrl:
     def _train(self, cfg: Any, folder: Path, rollouts: int) -> dict[str, Any]:
         for step in range(4):
             row = {"step": step, "reward": 0.5, "group_std": 0.4 - 0.1 * step, "mixed_groups": 1.0, "seconds": 2.0}
+            if step == 2 and cfg.algorithm.reprofile.every_steps:
+                row["reprofile_rollouts"] = 640.0
             append_jsonl(folder / "metrics.jsonl", [row])
         for step in (0, 2, 4):
             row = {"step": step, "rollouts": rollouts * step, "success": 0.2 + 0.1 * step, "n": 8}
@@ -144,6 +146,16 @@ def test_arms_share_what_is_made_once_and_are_recorded(study: Study):
     assert record["profile"]["right_of_scored"] == {"0/8": 1, "2/8": 1, "6/8": 1, "8/8": 1}
 
 
+def test_rollouts_of_a_new_profile_count(study: Study):
+    run_study(study, chosen(["adv", "adv_reprofiled"]), [0])
+    static, renewed = (read_json(study.records / f"study_outfitters-{a}-seed0.json") for a in ("adv", "adv_reprofiled"))
+    assert renewed["training"]["rollouts"] == static["training"]["rollouts"] + 640
+    more = [
+        ours["rollouts"] - theirs["rollouts"] for ours, theirs in zip(renewed["curve"], static["curve"], strict=True)
+    ]
+    assert more == [0, 0, 640]
+
+
 def test_a_stopped_study_goes_on_where_it_was(study: Study):
     assert isinstance(study.start, FakePivotrl)
     study.start.fail_at = "adv"
@@ -174,7 +186,7 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
     text = page.read_text()
     assert all(f"| {ARMS[name].title} | 2 |" in text for name in MAIN)
     assert "beta 0.01" in text
-    assert text.count("-seed1.json`") == 11
+    assert text.count("-seed1.json`") == len(MAIN) + 1
     for name in ("success-rollouts", "success-seconds", "reward-std", "gamma"):
         svg = (study.records / f"study_outfitters-{name}.svg").read_text()
         assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
