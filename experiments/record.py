@@ -31,7 +31,7 @@ def make_record(experiment: str, arm: Arm, seed: int, folder: Path, shared: Path
         "experiment": experiment,
         "arm": arm.name,
         "seed": seed,
-        "run_dir": str(folder),
+        "run_dir": str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder),
         "version": __version__,
         "split": evaluated.get("split", "test"),
         "policy": evaluated["policies"][arm.policy],

@@ -15,6 +15,7 @@ _ENVIRONMENTS = {
     "outfitters": "pivotrl.environments.outfitters:Outfitters",
     "shell_tasks": "pivotrl.environments.shell_tasks:ShellTasks",
     "tau2": "pivotrl.environments.tau2_world:Tau2World",
+    "nemo_gym": "pivotrl.environments.gym_server:GymServer",
 }
 _MEMBERS = ("name", "version", "tasks", "task", "reset", "expert")
 

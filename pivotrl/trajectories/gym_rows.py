@@ -61,14 +61,14 @@ def _harness(action: Action) -> str | None:
 def _params(turn: Turn) -> JsonDict:
     items: list[JsonDict] = []
     for i, message in enumerate(turn.messages):
-        items.extend(_items(message, i))
+        items.extend(items_of(message, i))
     several = [message for message in turn.messages if len(message.get("tool_calls", ())) > 1]
     parallel = bool(several) or len(turn.demonstration.tool_calls) > 1
     tools = [{"type": "function", **tool["function"], "strict": True} for tool in turn.tools]
     return {"input": items, "tools": tools, "parallel_tool_calls": parallel, "tool_choice": "auto"}
 
 
-def _items(message: JsonDict, index: int) -> list[JsonDict]:
+def items_of(message: JsonDict, index: int) -> list[JsonDict]:
     """Responses items of one message. Ids are made of its place, so that the same turn gives the same row."""
     if message["role"] == "tool":
         return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}]

@@ -75,6 +75,12 @@ def _head(params: JsonDict) -> list[JsonDict]:
     return items
 
 
+def state_of(params: JsonDict) -> tuple[list[JsonDict], list[JsonDict]]:
+    """(messages, tools) of a request's parameters. Raises `RowError`."""
+    turn = {"role": "assistant", "content": ""}  # what will follow it; no trajectory is without one
+    return messages_of([*messages_from_items(_head(params)), turn])[:-1], tools_of(params.get("tools"))
+
+
 def _matches_rollout(row: JsonDict) -> bool:
     return isinstance(row.get("responses_create_params"), dict) and isinstance(row.get("response"), dict)
 
