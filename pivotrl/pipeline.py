@@ -79,15 +79,17 @@ def _must_run(cfg: Config, run_dir: Path, stage: str, title: str) -> bool:
     return True
 
 
-def _die_with_parent() -> None:
-    """In the child: ask Linux for SIGTERM when the pipeline ends, even by `kill -9`."""
+def _before_stage() -> None:
+    """In the child: ask Linux for SIGTERM when the pipeline ends, even by `kill -9`; hear SIGINT, which a shell makes
+    its background jobs ignore, for it is passed on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _child(command: list[str], environment: Mapping[str, str], grace_seconds: float) -> tuple[int, float]:
     """Run `command` to its end; returns its exit code (negative: signal) and its peak resident memory in GiB."""
     sys.stdout.flush()
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent, env=dict(environment))
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_before_stage, env=dict(environment))
     with _signals_end(process, grace_seconds):
         # wait4 rather than Popen.wait: it tells the memory of this very child and of those it waited for.
         _, status, usage = os.wait4(process.pid, 0)

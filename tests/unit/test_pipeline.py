@@ -39,9 +39,9 @@ class Runner:
         )
 
     def start(self, *overrides: str, **fakes: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*overrides), cwd=self.folder, env=self.env(**fakes), stderr=subprocess.PIPE, text=True
-        )
+        """As a background job of a shell script, which ignores SIGINT."""
+        command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *self.command(*overrides)]
+        return subprocess.Popen(command, cwd=self.folder, env=self.env(**fakes), stderr=subprocess.PIPE, text=True)
 
     def calls(self) -> list[str]:
         """What ran since the last look."""
