@@ -56,7 +56,8 @@ def run_benchmark(cfg: Config, run_dir: Path) -> dict[str, Any]:
             "trials": b.trials,
             "concurrency": b.concurrency,
         }
-        environment = {name: text.format_map(values) for name, text in harness.environment.items()}
+        unset = {name: text for name, text in harness.where_unset.items() if name not in os.environ}
+        environment = {name: text.format_map(values) for name, text in {**harness.environment, **unset}.items()}
         for command in plan(harness, b.name, b.options, values):
             _run(command, environment, out, b.max_hours * 3600 - (time.monotonic() - started))
     found = harness.read(out)

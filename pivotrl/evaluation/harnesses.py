@@ -32,6 +32,7 @@ class Harness:
     options: Mapping[str, Any] = field(default_factory=dict)  # with their defaults; None: no value
     required: tuple[str, ...] = ()  # options that have no sensible default
     environment: Mapping[str, str] = field(default_factory=dict)  # with placeholders
+    where_unset: Mapping[str, str] = field(default_factory=dict)  # the same, for what the user has not set
     repeat_over: str | None = None  # an option that is a list: all commands once for each, as {label}
 
 
@@ -52,9 +53,12 @@ def read_tau2(out: Path) -> Row:
     """Domains weigh alike, as in the paper: the mean of their means."""
     domains: dict[str, Row] = {}
     for path in sorted((out / "simulations").glob("*.json")):
+        report = _json(path)
+        if "simulations" not in report:  # the harness's own tables stand beside
+            continue
         rewards: dict[str, list[float]] = {}
         errors = 0
-        for one in _json(path).get("simulations", []):
+        for one in report["simulations"]:
             reward = (one.get("reward_info") or {}).get("reward")
             if reward is None:
                 errors += 1
@@ -168,6 +172,7 @@ HARNESSES: dict[str, Harness] = {
             "temperature": 0.0,
         },
         required=("user_model",),
+        where_unset={"OPENAI_API_KEY": "{api_key}"},  # litellm refuses to ask even a server that wants none
         repeat_over="domains",
     ),
     "swe_bench": Harness(

@@ -64,7 +64,8 @@ def server() -> Iterator[str]:
 
 
 HARNESS = """#!{python}
-import json, pathlib, sys, urllib.request
+import json, os, pathlib, sys, urllib.request
+assert os.environ["OPENAI_API_KEY"] == "{key}"  # litellm refuses to start without one
 words = dict(zip(sys.argv[1::1], sys.argv[2::1]))
 llm = json.loads(words["--agent-llm-args"])
 body = json.dumps({{"model": words["--agent-llm"].removeprefix("openai/"), "messages": []}}).encode()
@@ -78,6 +79,7 @@ rows.append({{"task_id": "x", "trial": 0, "reward_info": None}})
 place = pathlib.Path(words["--save-to"] + ".json")
 place.parent.mkdir(parents=True, exist_ok=True)
 place.write_text(json.dumps({{"simulations": rows}}))
+place.with_name(place.stem + "_results.json").write_text(json.dumps({{"pass_hat_1": 0.5}}))
 """
 
 
@@ -86,8 +88,9 @@ def tau2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "tau2"
-    program.write_text(HARNESS.format(python=sys.executable, broken="telecom"))
+    program.write_text(HARNESS.format(python=sys.executable, broken="telecom", key="EMPTY"))
     program.chmod(0o755)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return program
 
@@ -106,10 +109,19 @@ def test_a_harness_runs_against_a_served_model(tau2: Path, server: str, tmp_path
     summary = read_json(run_dir / "benchmarks" / "tau2-pivotrl" / "summary.json")
     # task 0 never succeeds, task 1 in its first trial alone; what the harness could not judge is no failure
     assert (summary["success"], summary["n"], summary["errors"]) == (0.25, 4, 2)
+    assert list(summary["by"]) == ["airline", "retail"]
     assert summary["by"]["retail"]["per_task"] == {"0": 0.0, "1": 0.5}
     log = (run_dir / "benchmarks" / "tau2-pivotrl" / "harness.log").read_text()
     assert log.count("$ tau2 run") == 2
     assert not (run_dir / "evaluate").exists()  # beside the run's own evaluation, not in its place
+
+
+def test_the_key_of_another_users_model_is_kept(
+    tau2: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tau2.write_text(HARNESS.format(python=sys.executable, broken="-", key="sk-mine"))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    assert main(arguments(tmp_path / "run", server, "[retail]")) == 0
 
 
 def test_a_harness_that_breaks_gives_no_score(tau2: Path, server: str, tmp_path: Path, capsys):
