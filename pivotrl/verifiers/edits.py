@@ -10,7 +10,7 @@ from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
 from pivotrl.verifiers.calls import check_options, decide, same_arguments, same_call, working_directory
-from pivotrl.verifiers.edit_calls import PATH_FIELDS, EditCall, View, edit_call, full_path, view_call
+from pivotrl.verifiers.edit_calls import PATH_FIELDS, EditCall, View, edit_call, full_path, same_spelling, view_call
 from pivotrl.verifiers.patches import Edit, EditError, Hunk, Operation, Replace, Write, apply
 from pivotrl.verifiers.python_code import same_python
 from pivotrl.verifiers.shell import OPTIONS as SHELL_OPTIONS
@@ -31,7 +31,7 @@ class EditsVerifier:
     """
 
     name = "edits"
-    version = "2"
+    version = "3"
 
     def __init__(self, options: JsonDict | None = None) -> None:
         options = dict(options or {})
@@ -55,6 +55,9 @@ class EditsVerifier:
         decided = decide(turn, action)
         if decided is not None:
             return decided
+        for i, (e, a) in enumerate(zip(expected, action.tool_calls)):
+            if not same_spelling(e.arguments, a.arguments):
+                return Verdict(0.0, "unknown_argument", {"tool": e.name, "call": i})
         cwd = working_directory(turn, self.shell.cwd)
         wanted = [edit_call(call, cwd) for call in expected]
         given = [edit_call(call, cwd) for call in action.tool_calls]

@@ -28,8 +28,10 @@ def checked(result: Any) -> Verdict:
             return Verdict(None, INVALID_REWARD, {"returned": returned, "reason": _short(result.reason)})
         reward = float(reward)
     reason = result.reason if type(result.reason) is str else _short(result.reason)
+    if not reason.isascii():
+        reason = reason.encode("utf-8", "replace").decode()
     details = _plain(result.details)
-    if reason is result.reason and details is result.details and type(result.reward) is type(reward):
+    if reason == result.reason and details is result.details and type(result.reward) is type(reward):
         return result
     return Verdict(reward, reason, details)
 
@@ -49,14 +51,14 @@ def _plain(details: Any) -> dict[str, Any]:
     if not details:
         return details
     try:
-        json.dumps(details)
-    except Exception as error:  # a foreign object, nesting past the recursion limit
+        json.dumps(details, ensure_ascii=False).encode()
+    except Exception as error:  # a foreign object, nesting past the recursion limit, half a surrogate
         return {"details_lost": f"{type(error).__name__}: {_short(error)}"}
     return details
 
 
 def _short(value: Any) -> str:
     try:
-        return str(value)[:200]
+        return str(value)[:200].encode("utf-8", "replace").decode()
     except Exception:  # __str__ of a foreign object, or an integer past the digit limit
         return f"<{type(value).__name__}>"
