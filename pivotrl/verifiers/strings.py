@@ -55,7 +55,7 @@ def dated(expected: str, actual: str) -> bool:
 
 
 _SPACE = re.compile(r"\s+")
-_OPERATORS = "*/<>=!&|^%:+-"
+_OPERATORS = "*/<>=!&|:"  # two of them in a row may be one
 _MEANT = frozenset("%#&@")  # punctuation that is no decoration: 5% is not 5, C# is not C
 _NEGATION = re.compile(
     r"\b(?:not|no|never|nor|none|nothing|neither|without|cannot|unable|dont|cant|wont|isnt|wasnt|didnt)\b|n't\b"

@@ -258,8 +258,8 @@ def test_no_namespaces_no_set_uid_no_tty_no_devices() -> None:
     command = """
     unshare -Ur id -u; unshare -m true && echo mounted; chroot / true && echo rooted
     grep NoNewPrivs /proc/self/status
-    (echo x > /dev/tty) 2>&1; for d in /dev/sda /dev/mem /dev/kmsg /dev/fuse /dev/kvm; do test -e $d && echo device $d; done
-    mknod m c 1 3 && echo made; find / -xdev -perm -4000 -type f 2>/dev/null | head -1 | while read f; do $f --help; id -u; done
+    (echo x > /dev/tty) 2>&1; mknod m c 1 3 && echo made
+    for d in /dev/sda /dev/mem /dev/kmsg /dev/fuse /dev/kvm; do test -e $d && echo device $d; done
     """
     effect = in_sandbox(command)
     for word in (b"mounted", b"rooted", b"device", b"made"):
@@ -267,6 +267,17 @@ def test_no_namespaces_no_set_uid_no_tty_no_devices() -> None:
     assert b"NoNewPrivs:\t1" in effect.stdout
     assert b"0\n" not in effect.stdout.splitlines(keepends=True)  # nobody is root, not even in a namespace of its own
     assert b"No such device" in effect.stdout or b"cannot" in effect.stdout or b"No such" in effect.stdout
+
+
+CONNECT = """
+import socket, sys
+for name in sys.argv[1:]:
+    try:
+        socket.socket(socket.AF_UNIX).connect(name.replace("@", chr(0)))
+        print("in")
+    except OSError:
+        print("out")
+"""
 
 
 @needs_bwrap
@@ -280,12 +291,11 @@ def test_sockets_of_the_host_are_not_there(tmp_path: Path) -> None:
         for server in (named, abstract):
             server.listen()
             server.settimeout(0.2)
-        connect = "import socket,sys\nfor n in sys.argv[1:]:\n try:\n  socket.socket(1).connect(n.replace('@', chr(0)))\n  print('in')\n except OSError as e: print('out')"
-        effect = in_sandbox(f'python3 -c "{connect}" {path} @pivotrl-test-7657; ls /run /var /sys 2>&1')
+        effect = in_sandbox(f"python3 -c '{CONNECT}' {path} @pivotrl-test-7657")
         for server in (named, abstract):
             with pytest.raises(TimeoutError):
                 server.accept()
-    assert effect.stdout.startswith(b"out\nout\n"), effect
+    assert effect.stdout == b"out\nout\n", effect
 
 
 @needs_bwrap
