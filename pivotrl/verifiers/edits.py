@@ -215,10 +215,9 @@ def _old_texts(operations: list[Operation]) -> list[str]:
 
 
 def _too_short(operation: Operation, wanted: list[Operation]) -> bool:
-    """A search text so short that it may well occur elsewhere in the unseen rest of the file."""
+    """A search text that may well occur elsewhere in the unseen rest of the file, which then decides."""
     if not isinstance(operation, Replace):
         return False
     shortest = min((len(text.strip()) for text in _old_texts(wanted)), default=0)
-    return len(operation.old.strip()) < min(shortest, _SHORT) or (
-        operation.every and not any(isinstance(w, Replace) and w.every for w in wanted)
-    )
+    every = any(isinstance(w, Replace) and w.every for w in wanted)
+    return len(operation.old.strip()) < min(shortest, _SHORT) or operation.every != every

@@ -155,7 +155,7 @@ def _digit(term: str) -> bool:
 # --- answers
 
 _MARKED = re.compile(
-    r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}|(?:^|\n)\W*(?:final )?answer\W*?:\W*([^\n]+)",
+    r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}|(?:^|\n)\W*(?:final )?answer\W*?:(?:(?![-+]?[$€£]?\.?\d)\W)*([^\n]+)",
     re.DOTALL | re.IGNORECASE,
 )
 _NUMBER_WORDS = (
