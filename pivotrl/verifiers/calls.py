@@ -95,6 +95,8 @@ def _is_sound(name: str, value: Any, expected: Any) -> bool:
         return True
     if name in _TIMES:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if expected is not None and number == isinstance(expected, str):
+            return False  # "5" is not 5
         return value >= 0 if number else isinstance(value, str) and re.fullmatch(r"\d+(?:\.\d+)?", value) is not None
     return isinstance(value, str)
 

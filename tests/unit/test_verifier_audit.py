@@ -154,6 +154,15 @@ def test_search_on_the_shared_turns():
     assert report.false_positive_rate < 0.01, report.table()
 
 
+def test_shell_and_edit_verdicts_on_mutated_shared_turns(shared_data, capsys):
+    """The table of the docs, of a few turns: nothing that does the same is rejected, nothing else accepted."""
+    from benchmarks.verifier_mutations import main
+
+    assert main(["--turns", "40", "--json"]) == 0, capsys.readouterr().out
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures == {"turns": {"terminal": 40, "swe": 40}, "wrong": 0, "raised": 0}
+
+
 def test_in_workers():
     with VerifierRunner(Scripted, workers=1, timeout_seconds=20) as runner:
         report = audit([TURN], runner)
