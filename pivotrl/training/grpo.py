@@ -119,6 +119,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         source = PivotSource(states, roller, cfg, run_dir)
         source.restore(saver.extra.get("pivots"), start)
         watcher = Watcher(cfg, run_dir, bench, directory)
+        take_counts(roller.verifier)  # those of the demonstrations are no step's
         if start:
             handover.catch_up(engine, version=start)
         else:
@@ -194,8 +195,8 @@ def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> 
 
 
 def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts, seconds: float) -> dict[str, Any]:
-    """Write the summary of a stage of RL: `facts` of its own, then what its verifier
-    counted, cost, reward of the first and last fifth, result."""
+    """Write the summary of a stage of RL: `facts` of its own, then what its verifier counted, cost, reward of the first
+    and last fifth, result."""
     if not keeps_books():
         return {}
     rows = list(read_jsonl(directory / "metrics.jsonl"))
