@@ -14,6 +14,8 @@ from typing import Any
 
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.canonical import canonical_action
+from pivotrl.verifiers.edit_calls import edit_call
+from pivotrl.verifiers.shell import SHELL_TOOLS
 
 PRESERVING, BREAKING, EXPLOIT = "preserving", "breaking", "exploit"
 PROBE = "probe"  # may or may not do the same: counted only where execution says which
@@ -70,7 +72,9 @@ def _preserving(turn: Turn) -> Iterator[Mutation]:
     yield from each("integer_as_float", lambda call, schema: _floats(call.arguments, schema))
     yield Mutation("other_thinking", PRESERVING, replace(action, thinking="Let me think about this again."))
     if len(action.tool_calls) > 1:
-        yield Mutation("calls_reversed", PRESERVING, replace(action, tool_calls=action.tool_calls[::-1]))
+        ordered = any(call.name in SHELL_TOOLS or edit_call(call, None) for call in action.tool_calls)
+        effect = PROBE if ordered else PRESERVING  # of commands and edits the order may decide
+        yield Mutation("calls_reversed", effect, replace(action, tool_calls=action.tool_calls[::-1]))
     if not action.tool_calls:
         yield Mutation("outer_white_space", PRESERVING, replace(action, text=f"\n{action.text} \n"))
 
