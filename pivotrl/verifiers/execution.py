@@ -58,8 +58,8 @@ class ExecutionVerifier:
     def verify(self, turn: Turn, action: Action) -> Verdict:
         if turn.demonstration.problems:
             return Verdict(None, "malformed_demonstration")
-        if self._text.rule != EXECUTE and both_speak(turn, action):
-            return self._text.verify(turn, action)
+        if self._text.rule != EXECUTE and not turn.demonstration.tool_calls:
+            return self._text.verify(turn, action) if both_speak(turn, action) else self._unanswered(action)
         if not self._executor.has_user and not turn.demonstration.tool_calls:
             return self._unanswered(action)
         try:

@@ -92,7 +92,7 @@ class Search:
         }
 
         self._judge = make_judge(o)
-        self._text_rule = TextRule("verifier search: option 'text'", o["text"], self._judge, own=(ANSWER,))
+        self._text_rule = TextRule("verifier search: options", o["text"], self._judge, own=(ANSWER,))
 
     def config(self) -> dict[str, Any]:
         made = {**self.options, "roles": {tool: dict(roles) for tool, roles in self.options["roles"].items()}}

@@ -90,7 +90,7 @@ class ShellVerifier:
 
         self.sandbox = self._sandbox(options)
         self.judge = make_judge(options)
-        self.text = TextRule("verifier 'shell': option 'text'", options.get("text") or SAME, self.judge)
+        self.text = TextRule("verifier 'shell': options", options.get("text") or SAME, self.judge)
 
     def _sandbox(self, options: JsonDict) -> SandboxComparison | None:
         wanted, seconds = options.get("execution", False), options.get("execution_seconds", 5.0)
