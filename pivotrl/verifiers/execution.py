@@ -52,8 +52,11 @@ class ExecutionVerifier:
         self._latest: tuple[Turn, Effect] | None = None  # rollouts of a turn come together
 
     def config(self) -> dict[str, Any]:
-        made = {"environment": self._executor.name, "environment_version": self._executor.version}
-        return made | {"text": self._text.rule} | ({"judge": self._judge.config()} if self._judge else {})
+        """Options that are off are left out."""
+        made: dict[str, Any] = {"environment": self._executor.name, "environment_version": self._executor.version}
+        if self._text.rule != EXECUTE:
+            made["text"] = self._text.rule
+        return made | ({"judge": self._judge.config()} if self._judge else {})
 
     def verify(self, turn: Turn, action: Action) -> Verdict:
         if turn.demonstration.problems:

@@ -102,7 +102,9 @@ class ShellVerifier:
 
     def config(self) -> JsonDict:
         """Options that are off are left out."""
-        made: JsonDict = {"tool": self.tools, "cwd": self.cwd, "text": self.text.rule}
+        made: JsonDict = {"tool": self.tools, "cwd": self.cwd}
+        if self.text.rule != SAME:
+            made["text"] = self.text.rule
         if self.sandbox is not None:
             made |= {"execution": True, "execution_seconds": self.sandbox.limits.seconds}
         return made | ({"judge": self.judge.config()} if self.judge is not None else {})
