@@ -92,13 +92,14 @@ def test_no_domain_pays_any_text_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_wrong_rules_are_refused(domain: str) -> None:
+    settings = load_config([f"domain={domain}"]).domain.verifier
     for text, word in (
         ("judge", "judge is missing"),
         ("similar", "use "),
         ("similarity:2", "0 < x <= 1"),
         ("1", "use "),
     ):
-        settings = load_config([f"domain={domain}", f"domain.verifier.options.text='{text}'"]).domain.verifier
+        settings.options["text"] = text
         with pytest.raises(UserError, match=word):
             get_verifier(settings)
 
