@@ -16,7 +16,7 @@ OPERATORS = frozenset(_OPERATOR_NAMES.split())
 _DROPPED = frozenset(("a", "an", "the"))
 _TOKEN = re.compile(r'[-+]?(?:\w+:)?"[^"]*"|\S+')
 _EDGES = ".,;:!?()[]{}'\"`…"
-_GROUPED = re.compile(r"\bOR\b[^()]*[()]|\([^()]*\bOR\b|[()][^()]*\||\|[^()]*[()]")
+_JOINED = re.compile(r"\bOR\b|\|")
 _RANGE = re.compile(r"[$€£]?\d+\.\.[$€£]?\d+")
 
 
@@ -39,7 +39,7 @@ class Query:
 
 def parse_query(text: str) -> Query:
     """Terms, "quoted phrases" and operators of a query in the notation that search engines share."""
-    if _GROUPED.search(text):  # which terms an OR joins depends on the parentheses
+    if ("(" in text or ")" in text) and _JOINED.search(text):  # which terms an OR joins depends on the parentheses
         return Query((), Counter(), Counter([fold(text)]))
     terms: list[str] = []
     phrases: Counter[str] = Counter()
@@ -154,10 +154,12 @@ def _digit(term: str) -> bool:
 
 # --- answers
 
+# Bounded runs: a text of a million blank lines is read once.
 _MARKED = re.compile(
-    r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}|(?:^|\n)\W*(?:final )?answer\W*?:(?:(?![-+]?[$€£]?\.?\d)\W)*([^\n]+)",
-    re.DOTALL | re.IGNORECASE,
+    r"\\boxed\{([^{}]*)\}|(?:^|\n)\W{0,20}(?:final )?answer\W{0,20}?:(?:(?![-+]?[$€£]?\.?\d)\W){0,40}([^\n]+)",
+    re.IGNORECASE,
 )
+_TAGS = re.compile(r"</?answer>", re.IGNORECASE)
 _NUMBER_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen twenty"
@@ -171,10 +173,22 @@ _QUANTITY = re.compile(r"([-+]?)\s*([$€£]?)\s*(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\
 
 def short_answer(text: str, *, case: bool = False) -> str:
     """The answer in a text, folded: the marked part (`<answer>`, `\\boxed{}`, `Answer: ...`) if it has one."""
-    found = [next(group for group in match.groups() if group is not None) for match in _MARKED.finditer(text)]
-    body = fold(found[-1] if found else text, case=case).replace("**", "")
+    body = fold(_marked(text), case=case).replace("**", "")
     words = _bare(body.strip("* ")).split()
     return " ".join(words[1:] if words[:1] and words[0] in _DROPPED and len(words) > 1 else words)
+
+
+def _marked(text: str) -> str:
+    """The last marked part of a text; all of it where none is marked."""
+    found = [(m.start(), m[1] if m[1] is not None else m[2]) for m in _MARKED.finditer(text)]
+    opened: re.Match[str] | None = None
+    for tag in _TAGS.finditer(text):
+        if tag[0][1] != "/":
+            opened = opened or tag
+        elif opened:
+            found.append((opened.start(), text[opened.end() : tag.start()]))
+            opened = None
+    return max(found)[1] if found else text
 
 
 def quantity(answer: str) -> tuple[Decimal, str] | None:

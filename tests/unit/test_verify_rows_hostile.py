@@ -41,6 +41,10 @@ COMPLETIONS: list[Any] = [
     "<tool_call>" * (MEGABYTE // 11),
     "<think>" * (MEGABYTE // 7),
     "{" * MEGABYTE,
+    "<answer>" * (MEGABYTE // 8),
+    "\n" * MEGABYTE,
+    "\nanswer" + "!" * MEGABYTE,
+    "\\boxed{" * (MEGABYTE // 7),
     "<tool_call>" + "[" * DEEP + "]" * DEEP + "</tool_call>",
     '<tool_call>{"name": "bash", "arguments": {"command": "' + "a " * (MEGABYTE // 2) + '"}}</tool_call>',
     '<tool_call>{"name": "edit", "arguments": {"path": "' + "/" * MEGABYTE + '"}}</tool_call>',
@@ -54,6 +58,8 @@ def rows_of(domain: str) -> list[dict[str, Any]]:
     rows = [{k: v for k, v in good.items() if k != left_out} for left_out in good if left_out != "domain"]
     rows += [{**good, key: value} for key in ("expected", "state", "tools") for value in VALUES]
     rows += [{**good, "completion": value} for value in COMPLETIONS]
+    said = {"role": "assistant", "content": "Answer: 5 %"}
+    rows += [{**good, "expected": said, "completion": value} for value in COMPLETIONS if isinstance(value, str)]
     return [{"id": f"{domain} {i}", **row} for i, row in enumerate(rows)]
 
 
