@@ -36,6 +36,17 @@ _PROMPT = re.compile(r"[\w.-]+@[\w.-]+:(/[^\s#$]*)[#$]\s*$")
 _MAX_JSON_DEPTH = 100
 
 
+def tool_schemas(turn: Turn) -> dict[str, JsonDict]:
+    """Parameters schema of each tool of the turn, by name."""
+    schemas: dict[str, JsonDict] = {}
+    for tool in turn.tools:
+        function = tool.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            parameters = function.get("parameters")
+            schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
+    return schemas
+
+
 def check_options(verifier: str, options: JsonDict, allowed: Iterable[str]) -> None:
     """Raises UserError for an option that the verifier does not have."""
     known = sorted(allowed)

@@ -188,7 +188,9 @@ def _range(arguments: JsonDict) -> tuple[int, int | None]:
     if arguments.get("view_range") is not None:
         given = arguments["view_range"]
         start, end = json.loads(given) if isinstance(given, str) else given
-        return _line(start), None if _line(end) == -1 else _line(end)
+        if type(start) is not int or type(end) is not int:
+            raise ValueError(f"{given!r} is no range of lines")
+        return start, None if end == -1 else end
     if arguments.get("start_line") is not None or arguments.get("end_line") is not None:
         start, end = arguments.get("start_line"), arguments.get("end_line")
         last = None if end is None or _line(end) == -1 else _line(end)

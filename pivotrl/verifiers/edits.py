@@ -9,7 +9,14 @@ from typing import Any
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
-from pivotrl.verifiers.calls import check_options, decide, same_arguments, same_call, working_directory
+from pivotrl.verifiers.calls import (
+    check_options,
+    decide,
+    same_arguments,
+    same_call,
+    tool_schemas,
+    working_directory,
+)
 from pivotrl.verifiers.edit_calls import PATH_FIELDS, EditCall, View, edit_call, full_path, same_spelling, view_call
 from pivotrl.verifiers.patches import Edit, EditError, Hunk, Operation, Replace, Write, apply
 from pivotrl.verifiers.python_code import same_python
@@ -85,7 +92,7 @@ class EditsVerifier:
 
     def _compare_arguments(self, turn: Turn, expected: ToolCall, actual: ToolCall, cwd: str | None) -> Verdict:
         """Searches and unknown tools: arguments with paths in one spelling, Python code by its tree if asked for."""
-        wanted, given = (self._spelt(call, cwd) for call in (expected, actual))
+        wanted, given = (self._spelt(turn, call, cwd) for call in (expected, actual))
         if self.python == "ast":
             for name in _CODE_FIELDS:
                 a, b = wanted.get(name), given.get(name)
@@ -93,13 +100,15 @@ class EditsVerifier:
                     given[name] = a
         return same_call(turn, ToolCall(expected.name, wanted), ToolCall(actual.name, given))
 
-    def _spelt(self, call: ToolCall, cwd: str | None) -> JsonDict:
+    def _spelt(self, turn: Turn, call: ToolCall, cwd: str | None) -> JsonDict:
         arguments = {
             k: full_path(v, cwd) if k in PATH_FIELDS and isinstance(v, str) else v for k, v in call.arguments.items()
         }
         if any(name in call.name.lower() for name in _SEARCH_NAMES):  # no path means the working directory
-            here = (".", cwd)
-            arguments = {k: v for k, v in arguments.items() if not (k in ("path", "dir", "directory") and v in here)}
+            listed = tool_schemas(turn).get(call.name, {}).get("required")
+            required = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
+            free = {"path", "dir", "directory"} - required
+            arguments = {k: v for k, v in arguments.items() if not (k in free and v in (".", cwd))}
         return arguments
 
     def _files(self, turn: Turn, cwd: str | None) -> dict[str, Known]:

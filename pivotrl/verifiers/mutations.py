@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
+from pivotrl.verifiers.calls import tool_schemas
 from pivotrl.verifiers.canonical import canonical_action
 from pivotrl.verifiers.edit_calls import edit_call
 from pivotrl.verifiers.shell import SHELL_TOOLS
@@ -29,17 +30,6 @@ class Mutation:
     effect: str
     action: Action
     where: str = ""  # "call 0, argument city"
-
-
-def tool_schemas(turn: Turn) -> dict[str, JsonDict]:
-    """Parameters schema of each tool of the turn, by name."""
-    schemas: dict[str, JsonDict] = {}
-    for tool in turn.tools:
-        function = tool.get("function")
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            parameters = function.get("parameters")
-            schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
-    return schemas
 
 
 def mutations(turn: Turn) -> list[Mutation]:
@@ -252,7 +242,8 @@ def _exploits(turn: Turn) -> Iterator[Mutation]:
     spam = tuple(ToolCall(name, {}) for name in sorted(schemas))
     if calls:
         yield exploit("spam_of_copies", replace(action, tool_calls=calls * 10))
-        yield exploit("right_name_no_arguments", Action(tool_calls=tuple(ToolCall(c.name, {}) for c in calls)))
+        if any(call.arguments for call in calls):
+            yield exploit("right_name_no_arguments", Action(tool_calls=tuple(ToolCall(c.name, {}) for c in calls)))
         if spam:
             yield exploit("demonstration_and_spam", replace(action, tool_calls=(*calls, *spam)))
         halved = tuple(ToolCall(c.name, {k: _prefix(v) for k, v in c.arguments.items()}) for c in calls)

@@ -15,8 +15,8 @@ from typing import Any
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
+from pivotrl.verifiers.calls import tool_schemas
 from pivotrl.verifiers.matching import maximum_matching
-from pivotrl.verifiers.mutations import tool_schemas
 from pivotrl.verifiers.options import one_of, read_options, within
 from pivotrl.verifiers.queries import fold, query_similarity, same_answer, same_query, text_similarity
 from pivotrl.verifiers.texts import TextRule, both_speak, make_judge

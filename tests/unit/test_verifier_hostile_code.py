@@ -49,6 +49,7 @@ EDIT = {"path": "/r/a.py", "old_str": "x = 1  # the first value", "new_str": "x 
         ("write", {"path": "a", "content": "x"}, {"path": "a", "content": "x\n"}, 0),
         ("view", {"path": "a", "view_range": [1, 9]}, {"path": "a", "view_range": [1.9, 9]}, 0),
         ("view", {"path": "a", "view_range": [1, 9]}, {"path": "a", "view_range": [True, 9]}, 0),
+        ("view", {"path": "a", "view_range": [1, 9]}, {"path": "a", "view_range": [1, "9"]}, 0),
         ("view", {"path": "a", "view_range": [1, 9]}, {"path": "a", "start_line": 1, "end_line": 9}, 0),
         ("view", {"path": "a", "view_range": [1, 9]}, {"path": "a", "view_range": [1, 10**12]}, 0),
         ("read", {"path": "a", "offset": 0, "limit": 10}, {"path": "a", "offset": 1, "limit": 10}, 0),
