@@ -36,6 +36,8 @@ from pivotrl.verifiers.terminus import TerminusError, at_shell_prompt, parse_ter
 DOMAINS = ("terminal", "swe")
 _SPECIAL = re.compile(r"[^\w\s./,:@%+&|;=-]|\n")
 _BUNDLED = re.compile(r"\b(ls|grep|rm|cp|wc|sort|mkdir|du|cat|diff) -([a-zA-Z]{2,})(?=\s|$)")
+# How long a command may take, a remark, lines that a view shows beyond the demonstrated ones: free.
+FREE = HARMLESS_ARGUMENTS | {"view_range", "limit", "end_line"}
 SAME = {
     "blank space around": "  {}  ",
     "newlines around": "\n\n{}\n",
@@ -141,8 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
             turns[domain] += 1
             own = Mutation("demonstration", DEMONSTRATION, turn.demonstration)
             for mutation in (own, *changed_commands(turn), *mutations(turn)):
-                if mutation.kind.startswith("value") and mutation.where.rpartition(" ")[2] in HARMLESS_ARGUMENTS:
-                    continue  # how long a command may take, a remark: free
+                if mutation.kind.startswith("value") and mutation.where.rpartition(" ")[2] in FREE:
+                    continue
                 if mutation.kind == "calls_reversed":  # of commands and edits the order decides
                     mutation = replace(mutation, effect=BREAKING)
                 verdict = verifier.verify(turn, mutation.action)
