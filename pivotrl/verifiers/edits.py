@@ -65,6 +65,8 @@ class EditsVerifier:
         for i, (e, a) in enumerate(zip(expected, action.tool_calls)):
             if not same_spelling(e.arguments, a.arguments):
                 return Verdict(0.0, "unknown_argument", {"tool": e.name, "call": i})
+            if ({"command"} | _required(turn, e.name)) & (e.arguments.keys() - a.arguments.keys()):
+                return Verdict(0.0, "missing_argument", {"tool": e.name, "call": i})
         cwd = working_directory(turn, self.shell.cwd)
         wanted = [edit_call(call, cwd) for call in expected]
         given = [edit_call(call, cwd) for call in action.tool_calls]
@@ -105,9 +107,7 @@ class EditsVerifier:
             k: full_path(v, cwd) if k in PATH_FIELDS and isinstance(v, str) else v for k, v in call.arguments.items()
         }
         if any(name in call.name.lower() for name in _SEARCH_NAMES):  # no path means the working directory
-            listed = tool_schemas(turn).get(call.name, {}).get("required")
-            required = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
-            free = {"path", "dir", "directory"} - required
+            free = {"path", "dir", "directory"} - _required(turn, call.name)
             arguments = {k: v for k, v in arguments.items() if not (k in free and v in (".", cwd))}
         return arguments
 
@@ -192,6 +192,12 @@ class EditsVerifier:
             return False
         pieces_a, pieces_b = a.split(_GAP), b.split(_GAP)
         return len(pieces_a) == len(pieces_b) and all(same_python(x, y) for x, y in zip(pieces_a, pieces_b))
+
+
+def _required(turn: Turn, tool: str) -> set[str]:
+    """Arguments that the tool's schema requires."""
+    listed = tool_schemas(turn).get(tool, {}).get("required")
+    return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
 def _by_path(calls: list[EditCall]) -> dict[str, list[Operation]]:

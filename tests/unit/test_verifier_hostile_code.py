@@ -25,6 +25,7 @@ EDIT = {"path": "/r/a.py", "old_str": "x = 1  # the first value", "new_str": "x 
         ("edit", EDIT, {"file_path": "/r/a.py", "old_str": EDIT["old_str"], "new_str": "x = 2"}, 0),
         ("edit", EDIT, {**EDIT, "file_path": "/r/a.py"}, 0),
         ("edit", EDIT, {"path": "/r/a.py", "old_string": EDIT["old_str"], "new_string": "x = 2"}, 0),
+        ("str_replace_editor", {"command": "str_replace", **EDIT}, EDIT, 0),
         ("edit", {**EDIT, "replace_all": True}, {**EDIT, "replace_all": 1}, 0),
         ("edit", {**EDIT, "replace_all": True}, {**EDIT, "replace_all": "true"}, 0),
         ("edit", {**EDIT, "replace_all": True}, {**EDIT, "replaceAll": True}, 0),
