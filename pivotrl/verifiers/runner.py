@@ -84,7 +84,7 @@ class VerifierRunner:
         workers: int = 0,
         timeout_seconds: float = 30.0,
         *,
-        max_stuck: int = 32,
+        max_stuck: int = 100,  # each a small process, there only while verdicts hang
         cache_size: int = 20_000,  # rollouts of a turn come together; details may be long
         start_timeout_seconds: float = 120.0,
     ) -> None:

@@ -105,7 +105,7 @@ def test_a_hundred_hangs_leave_no_process_and_delay_nobody():
     turns = [turn(act(text="ok"), id=f"{i}#0") for i in range(hangs + 20)]
     work = [(t, act(text="sleep" if i < hangs else "ok")) for i, t in enumerate(turns)]
     seen: set[int] = set()
-    with VerifierRunner(Scripted, workers=2, timeout_seconds=limit, max_stuck=hangs) as runner:
+    with VerifierRunner(Scripted, workers=2, timeout_seconds=limit) as runner:
         runner.score([(turn(act(text="ok"), id="warm#0"), act(text="warm"))])
         started = time.monotonic()
         verdicts = runner.score(work)
