@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SHORT = ("refit", "generation", "verifiers_shell", "verifiers_calls", "verifiers_runner")
+SHORT = ("refit", "generation", "verifiers_shell", "verifiers_calls", "verifiers_runner", "verifier_mutations")
 
 
 def main() -> int:

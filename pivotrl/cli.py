@@ -275,8 +275,9 @@ def _export_gym(cfg: Any, options: dict[str, str]) -> int:
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
-    """Values of a JSONL file. A line that is no JSON comes as its text, so that it keeps its place (as a bad row)."""
-    import json
+    """Values of a JSONL file. A line that is no (strict) JSON keeps its place, as a bad row with its reason."""
+    from pivotrl.trajectories import strict_json
+    from pivotrl.verifiers.rows import BadLine
 
     if not path.is_file():
         raise UserError(f"--input {path}: no such file")
@@ -284,9 +285,22 @@ def _json_lines(path: Path) -> Iterator[Any]:
         for line in file:
             if line.strip():
                 try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError):  # of JSON nested too deep
-                    yield line.decode("utf-8", "replace")
+                    yield strict_json.loads(line)
+                except (strict_json.StrictJsonError, RecursionError) as error:
+                    yield BadLine(str(error)[:300], _id_of(line))
+
+
+def _id_of(line: bytes) -> str | int | None:
+    """The id of a row that is JSON, though not strictly; None where it has none that can be written."""
+    import json
+
+    try:
+        row = json.loads(line)
+        identity = row.get("id") if isinstance(row, dict) else None
+        str(identity).encode()
+    except (ValueError, RecursionError):
+        return None
+    return identity if type(identity) in (str, int) else None
 
 
 def _fetch_model(cfg: Any, options: dict[str, str]) -> int:

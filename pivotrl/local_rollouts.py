@@ -6,11 +6,13 @@ import hashlib
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pivotrl.config import Config
 from pivotrl.generation.engine import Completion, Engine, Sampling
+from pivotrl.peers import work_together
 from pivotrl.rendering.prompts import prompts_of
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.duplicates import TurnDigests
@@ -70,7 +72,7 @@ def render_states(
     ]
     unique = [turn for turn in turns if turn.id not in duplicates]
     accepted: list[Turn] = []
-    verdicts = score_pairs(verifier, [(turn, turn.demonstration) for turn in unique])
+    verdicts = work_together([(turn, turn.demonstration) for turn in unique], partial(score_pairs, verifier))
     for turn, verdict in zip(unique, verdicts, strict=True):
         if verdict.reward == 1.0:
             accepted.append(turn)
@@ -150,7 +152,7 @@ def score(
         for state, group in zip(states, completions, strict=True)
     ]
     pairs = [(s.turn, action) for s, group in zip(states, actions, strict=True) for action in group]
-    verdicts = iter(score_pairs(verifier, pairs))
+    verdicts = iter(work_together(pairs, partial(score_pairs, verifier)))
     return [
         [
             Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, next(verdicts))

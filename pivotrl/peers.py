@@ -3,11 +3,57 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def _alone() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
 def wait_for_peers() -> None:
     """Until every process of this stage is here. Alone: nothing is done, nothing imported."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not _alone():
         from pivotrl.policy import agree
 
         agree.wait()
+
+
+def work_together(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+    """`work(items)`, one result an item, in order: each process does a share, and all hold the same results.
+
+    For what need not come out the same twice (a judge, a time-out): processes that went on with different results would
+    part ways. An error in one process is raised in every one, so that none waits for it.
+    """
+    if _alone():
+        return work(items)
+    from pivotrl.policy import agree
+
+    rank, world = agree.rank(), agree.world()
+    mine = items[len(items) * rank // world : len(items) * (rank + 1) // world]
+    own: tuple[list[Result], Exception | None]
+    try:
+        own = (work(mine), None)
+    except Exception as error:
+        own = ([], error)
+    everyone = agree.everyone(own)
+    for _, failed in everyone:
+        if failed is not None:
+            raise failed
+    return [result for part, _ in everyone for result in part]
+
+
+def sum_of_all(counts: Mapping[str, float]) -> dict[str, float]:
+    """The counts of every process of this stage, added up by name, in every process."""
+    if _alone():
+        return dict(counts)
+    from pivotrl.policy import agree
+
+    total: dict[str, Any] = {}
+    for part in agree.everyone(dict(counts)):
+        for name, count in part.items():
+            total[name] = total.get(name, 0) + count
+    return dict(sorted(total.items()))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pivotrl.io import append_jsonl
+from pivotrl.peers import sum_of_all
 from pivotrl.profiling.shards import whole_rows
 from pivotrl.rollouts import Rollout, TokenCounts
+from pivotrl.verifiers.base import Verifier
+from pivotrl.verifiers.runner import take_counts
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,28 @@ class CostLog:
             purpose = row.pop("purpose")
             totals[purpose] = totals.get(purpose, Cost()) + Cost(**row)
         return totals
+
+
+class CountLog:
+    """What the verifier's runner counted (verdicts, time-outs, cache hits, judge calls), appended as it arises."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, verifier: Verifier) -> None:
+        """What was counted since the last call, in all processes of this stage."""
+        if counts := sum_of_all(take_counts(verifier)):
+            append_jsonl(self.path, [counts])
+
+    def totals(self) -> dict[str, float]:
+        """Sums by name, of interrupted attempts too."""
+        return added(whole_rows(self.path))
+
+
+def added(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of counts by name, in the order of names; whole numbers stay whole."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        for name, count in row.items():
+            totals[name] = totals.get(name, 0) + count
+    return {name: int(n) if float(n).is_integer() else round(n, 6) for name, n in sorted(totals.items())}

@@ -16,7 +16,15 @@ from pivotrl.errors import UserError
 from pivotrl.io import read_json, read_jsonl
 from pivotrl.trajectories.schema import Turn
 
-FILES = ("rollouts.jsonl", "turns.jsonl", "skipped.jsonl", "cost.jsonl", "second.jsonl", "second_turns.jsonl")
+FILES = (
+    "rollouts.jsonl",
+    "turns.jsonl",
+    "skipped.jsonl",
+    "cost.jsonl",
+    "second.jsonl",
+    "second_turns.jsonl",
+    "verifier.jsonl",
+)
 
 
 @dataclass(frozen=True)

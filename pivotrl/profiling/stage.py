@@ -18,7 +18,7 @@ from pivotrl.local_rollouts import LocalRoller, State, duplicate_prompts, prompt
 from pivotrl.peers import wait_for_peers
 from pivotrl.profiling.adaptive import Plan, make_plan
 from pivotrl.profiling.fingerprint import fingerprint, weights_digest
-from pivotrl.profiling.ledger import Cost, CostLog
+from pivotrl.profiling.ledger import Cost, CostLog, CountLog
 from pivotrl.profiling.profiler import (
     GetRoller,
     adaptive_sizes,
@@ -68,7 +68,7 @@ def _set_aside_foreign(directory: Path, record: dict[str, Any], cfg: Config) -> 
     wanted = {**record, "rollouts_per_turn": cfg.profile.rollouts_per_turn}
     if cfg.profile.adaptive.enabled:
         wanted["adaptive"] = asdict(cfg.profile.adaptive)
-    names = ("rollouts", "second", "cost")
+    names = ("rollouts", "second", "cost", "verifier")
     present = [n for n in names if (directory / f"{n}.jsonl").exists()]
     if present and (not marker.exists() or read_json(marker) != wanted):
         number = next(n for n in range(1, 10_000) if not any(directory.glob(f"*.old-{n}.jsonl")))
@@ -135,16 +135,17 @@ def profile_into(
     """
     profile, adaptive = cfg.profile, cfg.profile.adaptive
     k, in_flight = profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
-    log = CostLog(directory / "cost.jsonl")
+    log, counts = CostLog(directory / "cost.jsonl"), CountLog(directory / "verifier.jsonl")
     told: dict[str, Any] = {}
     if adaptive.enabled:
-        store, told["adaptive"] = _adaptive(directory, states, cfg, get_roller, log, bars)
+        store, told["adaptive"] = _adaptive(directory, states, cfg, get_roller, log, counts, bars)
     else:
         store = RolloutStore(directory / "rollouts.jsonl", k)
         with progress(len(states), "profile", done=len(store), enabled=bars) as bar:
 
             def advance(chunk: Sequence[State], cost: Cost) -> None:
                 log.add("profile", cost)
+                counts.add(get_roller().verifier)
                 bar.advance(len(chunk))
 
             profile_states(states, get_roller, store, k, max(1, in_flight // k), cfg.seed, advance)
@@ -152,14 +153,21 @@ def profile_into(
     write_jsonl(directory / "turns.jsonl", _rows(states, store, tally))
     store.close()
     if profile.second_rollouts:
-        _second(directory, states, cfg, get_roller, log)
+        _second(directory, states, cfg, get_roller, log, counts)
     if adaptive.enabled and tally.turns:
         told["adaptive"]["saved_share"] = 1 - tally.cost.rollouts / (k * tally.turns)
-    return {**tally.summary(), **told, "engine": {name: cost.to_json() for name, cost in log.totals().items()}}
+    engine = {name: cost.to_json() for name, cost in log.totals().items()}
+    return {**tally.summary(), **told, "engine": engine, "verifier": counts.totals()}
 
 
 def _adaptive(
-    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog, bars: bool
+    directory: Path,
+    states: Sequence[State],
+    cfg: Config,
+    get_roller: GetRoller,
+    log: CostLog,
+    counts: CountLog,
+    bars: bool,
 ) -> tuple[RolloutStore, dict[str, Any]]:
     """Calibration turns first (unless a histogram is given), then rounds for the undecided."""
     a, k, in_flight = cfg.profile.adaptive, cfg.profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
@@ -171,6 +179,7 @@ def _adaptive(
 
         def advance(chunk: Sequence[State], cost: Cost) -> None:
             log.add("profile", cost)
+            counts.add(get_roller().verifier)
             bar.advance(cost.rollouts)
 
         profile_states(full, get_roller, store, k, max(1, in_flight // k), cfg.seed, advance)
@@ -184,7 +193,9 @@ def _adaptive(
     }
 
 
-def _second(directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog) -> None:
+def _second(
+    directory: Path, states: Sequence[State], cfg: Config, get_roller: GetRoller, log: CostLog, counts: CountLog
+) -> None:
     """An independent profile of the mixed turns. Whatever `select` keeps of them, its means here are unbiased."""
     wait_for_peers()
     mixed = {row["turn_id"] for row in read_jsonl(directory / "turns.jsonl") if row["variance"]}
@@ -195,6 +206,7 @@ def _second(directory: Path, states: Sequence[State], cfg: Config, get_roller: G
 
         def advance(chunk: Sequence[State], cost: Cost) -> None:
             log.add("second", cost)
+            counts.add(get_roller().verifier)
             bar.advance(len(chunk))
 
         per_chunk = max(1, 4 * cfg.generation.max_sequences // n)
@@ -267,6 +279,7 @@ def merge(directory: Path) -> dict[str, Any]:
     totals = CostLog(directory / "cost.jsonl").totals()
     result |= {
         "engine": {name: cost.to_json() for name, cost in totals.items()},
+        "verifier": CountLog(directory / "verifier.jsonl").totals(),
         "skipped": dict(reasons),
         "drawn": summaries[0]["drawn"],
         "fingerprint": summaries[0]["fingerprint"],

@@ -18,8 +18,10 @@ from pivotrl.evaluation.watch import CURVE, Watcher
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl, keeps_books, read_json, read_jsonl, write_json
 from pivotrl.local_rollouts import LocalRoller, State, states_of
+from pivotrl.peers import sum_of_all
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.profiling.fingerprint import require_same
+from pivotrl.profiling.ledger import added
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import present_fingerprint, read_turns
 from pivotrl.rollouts import Rollout, TokenCounts
@@ -36,7 +38,9 @@ from pivotrl.training.pivot_source import PivotSource, keep_mixed
 from pivotrl.training.rollout_tables import rollout_tables
 from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.training.update import needs_reference, optimizer_steps, update
+from pivotrl.verifiers.runner import take_counts
 
+VERIFIER = "verifier/"  # prefix of what the verifier's runner counted in a step
 GATE_ROLLOUTS = 16  # of the first batch; enough to see a wrong temperature, position or weight
 
 
@@ -115,6 +119,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         source = PivotSource(states, roller, cfg, run_dir)
         source.restore(saver.extra.get("pivots"), start)
         watcher = Watcher(cfg, run_dir, bench, directory)
+        take_counts(roller.verifier)  # those of the demonstrations are no step's
         if start:
             handover.catch_up(engine, version=start)
         else:
@@ -135,6 +140,8 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             if a.dynamic_sampling:
                 batch = keep_mixed(batch, len(groups))
             metrics |= batch.metrics | learn(policy, engine, handover, batch, cfg, step, nonfinite)
+            counted = sum_of_all(take_counts(roller.verifier))
+            metrics |= {VERIFIER + name: count for name, count in counted.items()}
             metrics |= handover.ledger.metrics() | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
             tracker.log(step, metrics, rollout_tables(groups, step, cfg.tracking))
@@ -188,11 +195,15 @@ def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> 
 
 
 def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts, seconds: float) -> dict[str, Any]:
-    """Write the summary of a stage of RL: `facts` of its own, then cost, reward of the first and last fifth, result."""
+    """Write the summary of a stage of RL: `facts` of its own, then what its verifier counted, cost, reward of the first
+    and last fifth, result."""
     if not keeps_books():
         return {}
     rows = list(read_jsonl(directory / "metrics.jsonl"))
     window = max(1, len(rows) // 5)
+    counts = ({k.removeprefix(VERIFIER): v for k, v in row.items() if k.startswith(VERIFIER)} for row in rows)
+    if counted := added(counts):
+        facts = facts | {"verifier": counted}
     summary = facts | {
         "rollouts": spent.rollouts,
         "tokens": {"prompt": spent.prompt, "cached": spent.cached, "generated": spent.generated},

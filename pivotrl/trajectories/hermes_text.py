@@ -12,6 +12,7 @@ from pivotrl.trajectories.schema import Action, ToolCall
 from pivotrl.trajectories.strict_json import StrictJsonError, raw_decode
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_PROBLEMS = 50  # of one completion, which is malformed from the first
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
@@ -34,6 +35,9 @@ def parse_hermes(text: str) -> Action:
     calls: list[ToolCall] = []
     position = 0
     while (start := body.find(OPEN, position)) >= 0:
+        if len(problems) >= MAX_PROBLEMS:  # each costs a look at the whole text
+            problems.append("too_many_problems")
+            break
         pieces.append(body[position:start])
         call, position, problem = _read_call(body, start + len(OPEN))
         if call is not None:

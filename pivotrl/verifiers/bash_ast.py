@@ -26,7 +26,7 @@ MAX_BYTES = 100_000  # longer text is compared as text: the parser's error recov
 MAX_DEPTH = 100
 
 _LANGUAGE = Language(tree_sitter_bash.language())
-_BLANK = re.compile(rb"(?:[ \t\r\n]|\\\r?\n)*")
+_BLANK = re.compile(rb"(?:[ \t\n]|\\\n)*")  # a carriage return is part of a word
 # The grammar's scanner looks characters up in C's table of 256 and can crash on others, so it is shown a comma, a plain
 # word character, for every byte beyond ASCII. Offsets stay; all text is taken from the original.
 _ASCII = bytes(range(128)) + b"," * 128
@@ -97,10 +97,17 @@ def canonical(text: str, interactive: bool = False, cwd: str | None = None) -> C
 
 def equivalent(expected: str, actual: str, interactive: bool = False, cwd: str | None = None) -> bool:
     """Whether two bash texts do the same thing; symmetric. Empty commands are equal only as text."""
-    if expected.strip() == actual.strip():
+    if expected == actual or _trimmed(expected) == _trimmed(actual):
         return True
     form = canonical(expected, interactive, cwd)
     return form is not None and not is_empty(form) and form == canonical(actual, interactive, cwd)
+
+
+def _trimmed(text: str) -> str:
+    """Without the blank space around it that bash does not see; what a backslash at the end quotes stays."""
+    short = text.strip(" \t\n")
+    escapes = len(short) - len(short.rstrip("\\"))
+    return text.lstrip(" \t\n") if escapes % 2 else short
 
 
 def _drop_known_cd(form: Canonical, cwd: str) -> Canonical:
@@ -344,7 +351,7 @@ class _Walker:
 
     def expansion(self, node: Node, depth: int, quoted: bool) -> tuple[Any, ...]:
         text = self.text(node)
-        if match := re.fullmatch(r"\$(\w+|[@*#?$!-])|\$\{(\w+)\}", text):
+        if match := re.fullmatch(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])|\$\{(\w+)\}", text, re.ASCII):
             return ("v", match[1] or match[2], quoted)
         if node.type == "command_substitution" and (text.startswith("$(") or "\\" not in text):
             program = self.statements(node, depth + 1)[1:]

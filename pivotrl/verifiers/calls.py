@@ -26,6 +26,7 @@ HARMLESS_ARGUMENTS = frozenset(
         "security_risk",
     }
 )
+_TIMES = frozenset({"duration", "timeout", "timeout_sec", "timeout_seconds", "timeout_ms"})
 _HARNESS_ARGUMENTS = frozenset({"security_risk"})  # OpenHands adds it to every tool
 # A thought does nothing, whatever its words; the letters of every other string count.
 _RULES = Rules(lambda path: lambda a, b: path == "think.thought" or a == b, lambda path: False)
@@ -33,6 +34,17 @@ _RULES = Rules(lambda path: lambda a, b: path == "think.thought" or a == b, lamb
 _DIRECTORY = re.compile(r"\((?:Current directory): (/[^\n]*)\)")
 _PROMPT = re.compile(r"[\w.-]+@[\w.-]+:(/[^\s#$]*)[#$]\s*$")
 _MAX_JSON_DEPTH = 100
+
+
+def tool_schemas(turn: Turn) -> dict[str, JsonDict]:
+    """Parameters schema of each tool of the turn, by name."""
+    schemas: dict[str, JsonDict] = {}
+    for tool in turn.tools:
+        function = tool.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            parameters = function.get("parameters")
+            schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
+    return schemas
 
 
 def check_options(verifier: str, options: JsonDict, allowed: Iterable[str]) -> None:
@@ -81,8 +93,23 @@ def json_form(value: Any, depth: int = 0) -> Any:
 
 
 def same_arguments(expected: JsonDict, actual: JsonDict, ignore: frozenset[str] = HARMLESS_ARGUMENTS) -> bool:
-    """Equal arguments, those in `ignore` left out on both sides."""
-    return _plain(expected, ignore) == _plain(actual, ignore)
+    """Equal arguments, those in `ignore` left out on both sides; of harmless ones the kind of value must fit."""
+    sound = all(
+        _is_sound(name, actual[name], expected.get(name)) for name in ignore & HARMLESS_ARGUMENTS & actual.keys()
+    )
+    return sound and _plain(expected, ignore) == _plain(actual, ignore)
+
+
+def _is_sound(name: str, value: Any, expected: Any) -> bool:
+    """Whether a harmless argument has a value of the kind that its tool takes: a time is a number, a remark a text."""
+    if value is None or type(value) is type(expected):
+        return True
+    if name in _TIMES:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if expected is not None and number == isinstance(expected, str):
+            return False  # "5" is not 5
+        return value >= 0 if number else isinstance(value, str) and re.fullmatch(r"\d+(?:\.\d+)?", value) is not None
+    return isinstance(value, str)
 
 
 def _plain(arguments: JsonDict, ignore: frozenset[str]) -> Any:

@@ -94,6 +94,17 @@ def _property(schemas: Schemas, key: str, root: JsonDict) -> Schemas | None:
     return tuple(found for schema in declared for found in resolve(schema, root)) if declared else None
 
 
+def _additional(schemas: Schemas, root: JsonDict) -> Schemas:
+    """What `additionalProperties` says of fields that are not declared by name."""
+    return tuple(found for schema in schemas for found in resolve(schema.get("additionalProperties"), root))
+
+
+def _one_default(field: Schemas) -> list[Any]:
+    """The default of a field; none where alternatives name different ones, for then it is not known which is meant."""
+    defaults = [schema["default"] for schema in field if "default" in schema]
+    return defaults[:1] if all(json_equal(defaults[0], other) for other in defaults) else []
+
+
 def difference(
     expected: Any, actual: Any, schemas: Schemas, root: JsonDict, rules: Rules, path: str
 ) -> Difference | None:
@@ -132,9 +143,10 @@ def _objects(
     for key in [*expected, *(key for key in actual if key not in expected)]:
         field = _property(schemas, key, root)
         where = f"{path}.{key}"
-        defaults = [schema["default"] for schema in field or () if "default" in schema]
+        defaults = _one_default(field or ())
         if key in expected and key in actual:
-            found = difference(expected[key], actual[key], field or (), root, rules, where)
+            described = _additional(schemas, root) if field is None else field
+            found = difference(expected[key], actual[key], described, root, rules, where)
             if found is not None:
                 return found
         elif key in expected:

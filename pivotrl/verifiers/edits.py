@@ -9,8 +9,15 @@ from typing import Any
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
-from pivotrl.verifiers.calls import check_options, decide, same_arguments, same_call, working_directory
-from pivotrl.verifiers.edit_calls import PATH_FIELDS, EditCall, View, edit_call, full_path, view_call
+from pivotrl.verifiers.calls import (
+    check_options,
+    decide,
+    same_arguments,
+    same_call,
+    tool_schemas,
+    working_directory,
+)
+from pivotrl.verifiers.edit_calls import PATH_FIELDS, EditCall, View, edit_call, full_path, same_spelling, view_call
 from pivotrl.verifiers.patches import Edit, EditError, Hunk, Operation, Replace, Write, apply
 from pivotrl.verifiers.python_code import same_python
 from pivotrl.verifiers.shell import OPTIONS as SHELL_OPTIONS
@@ -31,7 +38,7 @@ class EditsVerifier:
     """
 
     name = "edits"
-    version = "2"
+    version = "3"
 
     def __init__(self, options: JsonDict | None = None) -> None:
         options = dict(options or {})
@@ -55,6 +62,11 @@ class EditsVerifier:
         decided = decide(turn, action)
         if decided is not None:
             return decided
+        for i, (e, a) in enumerate(zip(expected, action.tool_calls)):
+            if not same_spelling(e.arguments, a.arguments):
+                return Verdict(0.0, "unknown_argument", {"tool": e.name, "call": i})
+            if ({"command"} | _required(turn, e.name)) & (e.arguments.keys() - a.arguments.keys()):
+                return Verdict(0.0, "missing_argument", {"tool": e.name, "call": i})
         cwd = working_directory(turn, self.shell.cwd)
         wanted = [edit_call(call, cwd) for call in expected]
         given = [edit_call(call, cwd) for call in action.tool_calls]
@@ -82,7 +94,7 @@ class EditsVerifier:
 
     def _compare_arguments(self, turn: Turn, expected: ToolCall, actual: ToolCall, cwd: str | None) -> Verdict:
         """Searches and unknown tools: arguments with paths in one spelling, Python code by its tree if asked for."""
-        wanted, given = (self._spelt(call, cwd) for call in (expected, actual))
+        wanted, given = (self._spelt(turn, call, cwd) for call in (expected, actual))
         if self.python == "ast":
             for name in _CODE_FIELDS:
                 a, b = wanted.get(name), given.get(name)
@@ -90,13 +102,13 @@ class EditsVerifier:
                     given[name] = a
         return same_call(turn, ToolCall(expected.name, wanted), ToolCall(actual.name, given))
 
-    def _spelt(self, call: ToolCall, cwd: str | None) -> JsonDict:
+    def _spelt(self, turn: Turn, call: ToolCall, cwd: str | None) -> JsonDict:
         arguments = {
             k: full_path(v, cwd) if k in PATH_FIELDS and isinstance(v, str) else v for k, v in call.arguments.items()
         }
         if any(name in call.name.lower() for name in _SEARCH_NAMES):  # no path means the working directory
-            here = (".", cwd)
-            arguments = {k: v for k, v in arguments.items() if not (k in ("path", "dir", "directory") and v in here)}
+            free = {"path", "dir", "directory"} - _required(turn, call.name)
+            arguments = {k: v for k, v in arguments.items() if not (k in free and v in (".", cwd))}
         return arguments
 
     def _files(self, turn: Turn, cwd: str | None) -> dict[str, Known]:
@@ -182,6 +194,12 @@ class EditsVerifier:
         return len(pieces_a) == len(pieces_b) and all(same_python(x, y) for x, y in zip(pieces_a, pieces_b))
 
 
+def _required(turn: Turn, tool: str) -> set[str]:
+    """Arguments that the tool's schema requires."""
+    listed = tool_schemas(turn).get(tool, {}).get("required")
+    return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
+
+
 def _by_path(calls: list[EditCall]) -> dict[str, list[Operation]]:
     edits: list[Edit] = [edit for call in calls for edit in call.edits]
     found: dict[str, list[Operation]] = {}
@@ -212,10 +230,9 @@ def _old_texts(operations: list[Operation]) -> list[str]:
 
 
 def _too_short(operation: Operation, wanted: list[Operation]) -> bool:
-    """A search text so short that it may well occur elsewhere in the unseen rest of the file."""
+    """A search text that may well occur elsewhere in the unseen rest of the file, which then decides."""
     if not isinstance(operation, Replace):
         return False
     shortest = min((len(text.strip()) for text in _old_texts(wanted)), default=0)
-    return len(operation.old.strip()) < min(shortest, _SHORT) or (
-        operation.every and not any(isinstance(w, Replace) and w.every for w in wanted)
-    )
+    every = any(isinstance(w, Replace) and w.every for w in wanted)
+    return len(operation.old.strip()) < min(shortest, _SHORT) or operation.every != every

@@ -18,12 +18,16 @@ from pivotrl.environments.registry import get_executor
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, Turn
 from pivotrl.verifiers.base import Verdict
+from pivotrl.verifiers.texts import TextRule, both_speak, make_judge
 
+EXECUTE = "execute"
 CACHED_EFFECTS = 4096  # demonstrations whose effect is kept: K or G rollouts of a turn ask for the same one
 
 
 class ExecutionVerifier:
-    """1 iff the effect equals the demonstration's. Option `environment`: the environment that recorded the turns.
+    """1 iff the effect equals the demonstration's. Options: `environment`, the environment that recorded the turns;
+    `text`, for turns where both speak: "execute" (default: by what the user answers; where no program answers, as
+    "exclude"), or a rule of `texts`: "exclude", "same", "similarity:x", "facts", "judge"; the options of that `judge`.
 
     Unscorable: a state that cannot be replayed ("not_replayable": another environment version, edited data), a
     demonstration that is itself malformed, one whose call fails ("demonstration_failed") and one that only reads and
@@ -31,28 +35,36 @@ class ExecutionVerifier:
     """
 
     name = "execution"
-    version = "2"
+    version = "3"
     ignores_thinking = True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        unknown = sorted(set(options) - {"environment"})
+        unknown = sorted(set(options) - {"environment", "text", "judge"})
         if unknown or not options.get("environment"):
             raise UserError(
                 "domain.verifier.options: the execution verifier takes `environment`, the name of the environment that "
-                f"recorded the turns{f', and not {unknown}' if unknown else ''}"
+                f"recorded the turns, `text` and `judge`{f', and not {unknown}' if unknown else ''}"
             )
         self._executor: Executor = get_executor(str(options["environment"]))
+        self._judge = make_judge(options)
+        self._text = TextRule("domain.verifier.options", options.get("text") or EXECUTE, self._judge, own=(EXECUTE,))
         self._demonstrated: OrderedDict[str, Effect] = OrderedDict()
         self._latest: tuple[Turn, Effect] | None = None  # rollouts of a turn come together
 
     def config(self) -> dict[str, Any]:
-        return {"environment": self._executor.name, "environment_version": self._executor.version}
+        """Options that are off are left out."""
+        made: dict[str, Any] = {"environment": self._executor.name, "environment_version": self._executor.version}
+        if self._text.rule != EXECUTE:
+            made["text"] = self._text.rule
+        return made | ({"judge": self._judge.config()} if self._judge else {})
 
     def verify(self, turn: Turn, action: Action) -> Verdict:
         if turn.demonstration.problems:
             return Verdict(None, "malformed_demonstration")
+        if self._text.rule != EXECUTE and not turn.demonstration.tool_calls:
+            return self._text.verify(turn, action) if both_speak(turn, action) else self._unanswered(action)
         if not self._executor.has_user and not turn.demonstration.tool_calls:
-            return self._text(action)
+            return self._unanswered(action)
         try:
             expected = self._expected(turn)
         except (UserError, KeyError, ValueError) as error:
@@ -69,7 +81,7 @@ class ExecutionVerifier:
         return Verdict(0.0, _difference(turn.demonstration, action, expected, found))
 
     @staticmethod
-    def _text(action: Action) -> Verdict:
+    def _unanswered(action: Action) -> Verdict:
         """Where a text is demonstrated and nobody can be asked what it leads to."""
         if action.problems:
             return Verdict(0.0, "malformed", {"problems": list(action.problems)})

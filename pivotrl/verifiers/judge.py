@@ -80,7 +80,7 @@ class Judge:
     """See the module. Counts (`details["counts"]`): judge/requests, retries, cache_hits, failures, tokens and cost."""
 
     name = "judge"
-    version = "1"
+    version = "2"
     ignores_thinking = True
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Judge:
             return Verdict(0.0, "empty")
         if bool(turn.demonstration.tool_calls) != bool(action.tool_calls):
             return Verdict(0.0, "speak_or_call")
-        if ours == theirs:
+        if ours == theirs and _parts(turn.demonstration) == _parts(action):
             return Verdict(1.0, "match")
         if max(len(ours), len(theirs)) > self.options["action_characters"]:
             return Verdict(None, "too_long", {"characters": [len(ours), len(theirs)]})
@@ -210,6 +210,12 @@ class Judge:
         elif self.options["structured"] == "json_object":
             body["response_format"] = {"type": "json_object"}
         return body
+
+
+def _parts(action: Action) -> list[str]:
+    """The action piece by piece: a text whose lines look like calls is no call."""
+    calls = [canonical_json([call.name, call.arguments]) for call in action.tool_calls]
+    return [action.text.strip(), *calls]
 
 
 def parse_answer(text: str) -> dict[str, str]:

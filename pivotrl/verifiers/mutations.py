@@ -13,7 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
+from pivotrl.verifiers.calls import tool_schemas
 from pivotrl.verifiers.canonical import canonical_action
+from pivotrl.verifiers.edit_calls import edit_call
+from pivotrl.verifiers.shell import SHELL_TOOLS
 
 PRESERVING, BREAKING, EXPLOIT = "preserving", "breaking", "exploit"
 PROBE = "probe"  # may or may not do the same: counted only where execution says which
@@ -27,17 +30,6 @@ class Mutation:
     effect: str
     action: Action
     where: str = ""  # "call 0, argument city"
-
-
-def tool_schemas(turn: Turn) -> dict[str, JsonDict]:
-    """Parameters schema of each tool of the turn, by name."""
-    schemas: dict[str, JsonDict] = {}
-    for tool in turn.tools:
-        function = tool.get("function")
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            parameters = function.get("parameters")
-            schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
-    return schemas
 
 
 def mutations(turn: Turn) -> list[Mutation]:
@@ -70,7 +62,9 @@ def _preserving(turn: Turn) -> Iterator[Mutation]:
     yield from each("integer_as_float", lambda call, schema: _floats(call.arguments, schema))
     yield Mutation("other_thinking", PRESERVING, replace(action, thinking="Let me think about this again."))
     if len(action.tool_calls) > 1:
-        yield Mutation("calls_reversed", PRESERVING, replace(action, tool_calls=action.tool_calls[::-1]))
+        ordered = any(call.name in SHELL_TOOLS or edit_call(call, None) for call in action.tool_calls)
+        effect = PROBE if ordered else PRESERVING  # of commands and edits the order may decide
+        yield Mutation("calls_reversed", effect, replace(action, tool_calls=action.tool_calls[::-1]))
     if not action.tool_calls:
         yield Mutation("outer_white_space", PRESERVING, replace(action, text=f"\n{action.text} \n"))
 
@@ -248,7 +242,8 @@ def _exploits(turn: Turn) -> Iterator[Mutation]:
     spam = tuple(ToolCall(name, {}) for name in sorted(schemas))
     if calls:
         yield exploit("spam_of_copies", replace(action, tool_calls=calls * 10))
-        yield exploit("right_name_no_arguments", Action(tool_calls=tuple(ToolCall(c.name, {}) for c in calls)))
+        if any(call.arguments for call in calls):
+            yield exploit("right_name_no_arguments", Action(tool_calls=tuple(ToolCall(c.name, {}) for c in calls)))
         if spam:
             yield exploit("demonstration_and_spam", replace(action, tool_calls=(*calls, *spam)))
         halved = tuple(ToolCall(c.name, {k: _prefix(v) for k, v in c.arguments.items()}) for c in calls)

@@ -16,12 +16,14 @@ OPERATORS = frozenset(_OPERATOR_NAMES.split())
 _DROPPED = frozenset(("a", "an", "the"))
 _TOKEN = re.compile(r'[-+]?(?:\w+:)?"[^"]*"|\S+')
 _EDGES = ".,;:!?()[]{}'\"`…"
+_JOINED = re.compile(r"\bOR\b|\|")
 _RANGE = re.compile(r"[$€£]?\d+\.\.[$€£]?\d+")
 
 
-def fold(text: str) -> str:
-    """Case, width, quotation marks, dashes and white space in one form."""
-    text = unicodedata.normalize("NFKC", text).casefold()
+def fold(text: str, *, case: bool = False) -> str:
+    """Case (unless it is to be kept), width, quotation marks, dashes and white space in one form."""
+    text = unicodedata.normalize("NFKC", text)
+    text = text if case else text.casefold()
     text = text.translate(str.maketrans("“”„«»‘’‚‐‑‒–—−", '"""""\'\'\'------'))
     return " ".join(text.split())
 
@@ -37,6 +39,8 @@ class Query:
 
 def parse_query(text: str) -> Query:
     """Terms, "quoted phrases" and operators of a query in the notation that search engines share."""
+    if ("(" in text or ")" in text) and _JOINED.search(text):  # which terms an OR joins depends on the parentheses
+        return Query((), Counter(), Counter([fold(text)]))
     terms: list[str] = []
     phrases: Counter[str] = Counter()
     constraints: Counter[str] = Counter()
@@ -46,7 +50,7 @@ def parse_query(text: str) -> Query:
         if token in ("OR", "|"):  # only in capitals; "or" is a word
             joined = True
             continue
-        if token == "AND" or not any(c.isalnum() for c in token):  # a dash between words, an ampersand
+        if token == "AND" or (token != "*" and not any(c.isalnum() for c in token)):  # a dash between words
             continue
         kind, value = _classify(fold(token))
         if not value:
@@ -59,6 +63,8 @@ def parse_query(text: str) -> Query:
         joined = False
     _file(alternatives, terms, phrases, constraints)
     kept = tuple(term for term in terms if term not in _DROPPED)
+    if not (terms or phrases or constraints):  # of signs alone, as emoji
+        return Query(tuple(fold(text).split()))
     return Query(kept or tuple(terms), phrases, constraints)
 
 
@@ -82,7 +88,18 @@ def _classify(token: str) -> tuple[str, str]:
     if body.startswith('"') and body.endswith('"') and len(body) > 1:
         words = " ".join(word.strip(_EDGES) for word in body.strip('"').split())
         return f'{prefix}"', words
-    return prefix, body.strip(_EDGES)
+    return prefix, _bare(body)
+
+
+def _bare(word: str) -> str:
+    """`word` without the punctuation around it; the dot of .net and .5 and the marks of 5' and 5" belong to it."""
+    start = len(word) - len(word.lstrip(_EDGES))
+    end = len(word.rstrip(_EDGES))
+    if start and start < end and word[start - 1] == "." != word[max(start - 2, 0) : start - 1]:
+        start -= 1
+    if 0 < end < len(word) and word[end] in "'\"" and word[end - 1].isdigit() and word[end] not in word[:start]:
+        end += 1
+    return word[start:end]
 
 
 def _file(alternatives: list[str], terms: list[str], phrases: Counter[str], constraints: Counter[str]) -> None:
@@ -137,10 +154,12 @@ def _digit(term: str) -> bool:
 
 # --- answers
 
+# Bounded runs: a text of a million blank lines is read once.
 _MARKED = re.compile(
-    r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}|(?:^|\n)\W*(?:final )?answer\W*?:\W*([^\n]+)",
-    re.DOTALL | re.IGNORECASE,
+    r"\\boxed\{([^{}]*)\}|(?:^|\n)\W{0,20}(?:final )?answer\W{0,20}?:(?:(?![-+]?[$€£]?\.?\d)\W){0,40}([^\n]+)",
+    re.IGNORECASE,
 )
+_TAGS = re.compile(r"</?answer>", re.IGNORECASE)
 _NUMBER_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen twenty"
@@ -148,15 +167,28 @@ _NUMBER_WORDS = (
 _WORDS = {word: str(number) for number, word in enumerate(_NUMBER_WORDS.split())}
 _SCALES = {"thousand": 3, "million": 6, "mn": 6, "billion": 9, "bn": 9, "trillion": 12}
 _MONEY_SCALES = {"k": 3, "m": 6, "b": 9}  # "5 m" alone is a length
+_SYMBOL = 3  # letters: a longer unit is a word, whose case says nothing
 _QUANTITY = re.compile(r"([-+]?)\s*([$€£]?)\s*(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)\s*([a-z%°/]*(?: [a-z/]+)?)")
 
 
-def short_answer(text: str) -> str:
+def short_answer(text: str, *, case: bool = False) -> str:
     """The answer in a text, folded: the marked part (`<answer>`, `\\boxed{}`, `Answer: ...`) if it has one."""
-    found = [next(group for group in match.groups() if group is not None) for match in _MARKED.finditer(text)]
-    body = fold(found[-1] if found else text).replace("**", "").replace("__", "")
-    words = body.strip(_EDGES + "* ").split()
+    body = fold(_marked(text), case=case).replace("**", "")
+    words = _bare(body.strip("* ")).split()
     return " ".join(words[1:] if words[:1] and words[0] in _DROPPED and len(words) > 1 else words)
+
+
+def _marked(text: str) -> str:
+    """The last marked part of a text; all of it where none is marked."""
+    found = [(m.start(), m[1] if m[1] is not None else m[2]) for m in _MARKED.finditer(text)]
+    opened: re.Match[str] | None = None
+    for tag in _TAGS.finditer(text):
+        if tag[0][1] != "/":
+            opened = opened or tag
+        elif opened:
+            found.append((opened.start(), text[opened.end() : tag.start()]))
+            opened = None
+    return max(found)[1] if found else text
 
 
 def quantity(answer: str) -> tuple[Decimal, str] | None:
@@ -175,14 +207,24 @@ def quantity(answer: str) -> tuple[Decimal, str] | None:
     return value, {"$": "usd", "€": "eur", "£": "gbp"}.get(currency, "") + (" " + unit if currency and unit else unit)
 
 
+def _unit_letters(text: str, answer: str) -> str:
+    """The letters of the unit of a quantity whose case says what it is: mW and MW, Mb and MB."""
+    if not (found := quantity(answer)) or not found[1] or found[1].startswith(("usd", "eur", "gbp")):
+        return ""
+    unit = re.sub(r".*[^a-z]", "", short_answer(text, case=True), flags=re.DOTALL | re.IGNORECASE)
+    if len(unit) > _SYMBOL or unit.casefold() in ("mph", "min"):
+        return ""
+    return "".join(c for i, c in enumerate(unit) if c in "bB" or (i == 0 and c in "mM"))
+
+
 def same_answer(one: str, two: str) -> bool | None:
     """True or False where normalisation settles it (equal texts, two quantities, yes against no); else None.
 
     Quantities of one unit within 1 % of each other are not settled (one may be rounded), nor are those of two units.
     """
     a, b = short_answer(one), short_answer(two)
-    if fold(two) and (a == b or fold(one) == fold(two)):
-        return True
+    if fold(two) and ((a and a == b) or fold(one) == fold(two)):
+        return True if _unit_letters(one, a) == _unit_letters(two, b) else None
     if not b:
         return False
     left, right = quantity(a), quantity(b)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,16 @@ from pivotrl.verifiers.base import Verdict, Verifier
 from pivotrl.verifiers.runner import Pair, open_verifier, score_pairs
 
 _CHUNK = 256  # rows that are scored together
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that holds no row: why, and the id that it gives, which is said again."""
+
+    error: str
+    id: Any = None
+
+
 _Judged = tuple[config.Domain, Verifier]
 
 
@@ -40,6 +51,8 @@ def verify_rows(
             verdicts = _verdicts([(key, row) for key, row in zip(keys, chunk, strict=True)], judges)
             for row, verdict in zip(chunk, verdicts, strict=True):
                 result: JsonDict = {"id": row["id"]} if isinstance(row, dict) and "id" in row else {}
+                if isinstance(row, BadLine) and row.id is not None:
+                    result["id"] = row.id
                 result |= {"reward": verdict.reward, "reason": verdict.reason}
                 yield {**result, "details": verdict.details} if verdict.details else result
 
@@ -74,11 +87,15 @@ def _verdicts(rows: list[tuple[str | None, Any]], judges: dict[str | None, _Judg
 
 def _read(row: Any, action_format: str) -> Pair | Verdict:
     """What is to be scored, or the verdict of a row that cannot be used."""
+    if isinstance(row, BadLine):
+        return Verdict(None, "bad_row", {"error": row.error})
     try:
         turn = _turn(row)
         return turn, _completion(row, action_format, turn.tools)
     except RowError as error:
         return Verdict(None, "bad_row", {"error": f"{error.reason}: {error.detail}"})
+    except RecursionError as error:  # nested past the limit
+        return Verdict(None, "bad_row", {"error": f"nested_too_deep: {error}"})
 
 
 def _turn(row: Any) -> Turn:
@@ -87,11 +104,15 @@ def _turn(row: Any) -> Turn:
     expected = row.get("expected")
     if not isinstance(expected, dict):
         raise RowError("missing_key", "expected: give the demonstrated assistant message")
+    if (role := expected.get("role", "assistant")) != "assistant":
+        raise RowError("unknown_role", f"expected: {str(role)[:80]!r} is not the assistant")
     demonstration = action_of(assistant_message(expected, "expected"))
     if not demonstration.text.strip() and not demonstration.tool_calls:
         raise RowError("empty_action", "expected has neither text nor a call")
-    state = row.get("state")
-    messages = messages_of([*state, expected])[:-1] if isinstance(state, list) else []
+    state = [] if row.get("state") is None else row["state"]
+    if not isinstance(state, list):
+        raise RowError("bad_messages", f"state is a {type(state).__name__}, not a list of messages")
+    messages = messages_of([*state, {**expected, "role": "assistant"}])[:-1]
     identity, domain = str(row.get("id", "row")), str(row.get("domain", ""))
     return Turn(identity, identity, identity, 0, domain, "train", messages, tools_of(row.get("tools")), demonstration)
 

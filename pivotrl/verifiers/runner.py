@@ -32,16 +32,19 @@ _CHUNK = 16  # pairs of one turn sent together: the state travels once
 _MAX_FAILED_STARTS = 3
 
 
-def open_verifier(settings: VerifierConfig, stack: ExitStack | None = None) -> Verifier:
-    """The verifier of `settings`: itself in this process (`workers=0`), else a runner of it.
+def open_verifier(settings: VerifierConfig, stack: ExitStack | None = None) -> VerifierRunner:
+    """A runner of the verifier of `settings`: in this process (`workers=0`) or in processes of its own.
 
     The runner's workers end with `stack`, and in any case with this process.
     """
-    if not settings.workers:
-        return get_verifier(settings)
     factory = functools.partial(get_verifier, settings)
     runner = VerifierRunner(factory, settings.workers, settings.timeout_seconds)
     return stack.enter_context(runner) if stack is not None else runner
+
+
+def take_counts(verifier: Verifier) -> dict[str, float]:
+    """What the runner counted since the last call (see `VerifierRunner.metrics`); {} for a verifier without one."""
+    return verifier.take_counts() if isinstance(verifier, VerifierRunner) else {}
 
 
 def score_pairs(verifier: Verifier, pairs: Sequence[Pair]) -> list[Verdict]:
@@ -81,8 +84,8 @@ class VerifierRunner:
         workers: int = 0,
         timeout_seconds: float = 30.0,
         *,
-        max_stuck: int = 32,
-        cache_size: int = 200_000,
+        max_stuck: int = 100,  # each a small process, there only while verdicts hang
+        cache_size: int = 20_000,  # rollouts of a turn come together; details may be long
         start_timeout_seconds: float = 120.0,
     ) -> None:
         if workers < 0 or max_stuck < 0 or not timeout_seconds > 0:
@@ -101,6 +104,7 @@ class VerifierRunner:
         self._cache: OrderedDict[str, Verdict] = OrderedDict()
         self._cache_size = cache_size
         self._counts: defaultdict[str, float] = defaultdict(float)
+        self._taken: dict[str, float] = {}
         self._failed_starts = 0
         self._lock = threading.Lock()
         self._pool: list[WorkerProcess] = []
@@ -162,6 +166,13 @@ class VerifierRunner:
         seconds; and the sums of what verdicts report in `details["counts"]` (a judge's tokens), under their names."""
         return dict(self._counts)
 
+    def take_counts(self) -> dict[str, float]:
+        """`metrics` since the last call of this; counts that did not change are left out."""
+        with self._lock:
+            now, before = dict(self._counts), self._taken
+            self._taken = now
+        return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
+
     def close(self) -> None:
         """Kill all workers with their children. The runner cannot be used afterwards."""
         self._finalizer()
@@ -198,9 +209,9 @@ class VerifierRunner:
             self._counts["scored" if verdict.reward is not None else f"unscorable/{verdict.reason}"] += 1
         for i in fresh:
             counts = verdicts[i].details.get("counts")
-            if isinstance(counts, dict):
-                for name, count in counts.items():
-                    self._counts[name] += count
+            for name, count in counts.items() if isinstance(counts, dict) else ():
+                if isinstance(count, (int, float)) and abs(count) < 1e15:  # NaN fails; own verifiers may say anything
+                    self._counts[str(name)] += count
             if verdicts[i].reward is not None and not keys[i].startswith("uncached "):
                 self._cache[keys[i]] = verdicts[i]
         while len(self._cache) > self._cache_size:

@@ -36,16 +36,24 @@ Entry = tuple[str, int, bytes]
 Content = str | bytes | Entry
 _MAX_ARGUMENT = 128 * 1024 - 1  # bytes; Linux MAX_ARG_STRLEN
 _ETC = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
-# $1: command, $2: working directory, $3: descriptor of the archive, $4...: directories to bring in and out.
-# tar runs outside the limits; the command has neither its input nor its descriptor.
+_MAX_ENTRIES = 20_000  # files that are taken out again
+# $1: command, $2: working directory, $3, $4: descriptors of the archive and of the list of modes, $5...: directories to
+# bring in and out. tar runs outside the limits; the command has neither its input nor its descriptors, and what it left
+# running is ended first, so that nothing touches the archive that it is judged by. What its owner cannot read is made
+# readable for tar, and its mode is listed.
 _SCRIPT = """
-command=$1 directory=$2 archive=$3; shift 3
+command=$1 directory=$2 archive=$3 modes=$4; shift 4
 tar -x -f - -C / 2>/dev/null || exit 125
 cd "$directory" || exit 125
-( eval "exec $archive>&-"
+( eval "exec $archive>&- $modes>&-"
   ulimit -u {processes} -t {cpu_seconds} -v {memory_kb} -f {file_blocks} -c 0
   exec bash -c "$command" ) </dev/null
 code=$?
+kill -KILL -- -1 2>/dev/null
+cd /
+ulimit -f {archive_blocks}
+find "$@" ! -type l '(' ! -perm -u=r -o -type d ! -perm -u=rx ')' -printf '%m %p\\0' -exec chmod u+rwx '{{}}' ';' \\
+  >&"$modes" 2>/dev/null
 tar -c -f - --sort=name -C / "$@" >&"$archive" 2>/dev/null
 exit $code
 """
@@ -72,6 +80,7 @@ class Effect:
     stderr: bytes
     files: dict[str, Entry]
     timed_out: bool = False
+    complete: bool = True  # False: there were more files than are looked at
 
 
 def unusable() -> str | None:
@@ -117,14 +126,17 @@ def compare_execution(
 ) -> tuple[bool | None, str]:
     """Whether both commands do the same to `files`: (equal, why), symmetric.
 
-    None where it cannot be told: a time-out, or a command that does not do the same twice. It only speaks for these
-    files: two commands that fail alike because a file is missing are equal, so give what the command works on.
+    None where it cannot be told: a time-out, too many files, or a command that does not do the same twice. It only
+    speaks for these files: two commands that fail alike because a file is missing are equal, so give what the command
+    works on.
     """
     if not (_runnable(command_a) and _runnable(command_b)):
         return None, "not_runnable"
     a, b = run(command_a, files, limits), run(command_b, files, limits)
     if a.timed_out or b.timed_out:
         return None, "timed_out"
+    if not (a.complete and b.complete):
+        return None, "too_many_files"
     why = _difference(a, b)
     if why is None:
         return True, "same_effect"
@@ -149,17 +161,18 @@ def _run(command: str, files: Mapping[str, Content], limits: Limits) -> Effect:
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as stderr,
         tempfile.TemporaryFile() as result,
+        tempfile.TemporaryFile() as modes,
     ):
         stdin.write(archive)
         stdin.seek(0)
         user = _identity()
-        arguments = _arguments(command, roots, limits, result.fileno())
+        arguments = _arguments(command, roots, limits, result.fileno(), modes.fileno())
         process = subprocess.Popen(
             arguments,
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=(result.fileno(),),
+            pass_fds=(result.fileno(), modes.fileno()),
             start_new_session=True,
             env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
             user=user,
@@ -173,7 +186,8 @@ def _run(command: str, files: Mapping[str, Content], limits: Limits) -> Effect:
         finally:
             _end(process)
         limit = limits.file_mb << 20
-        return Effect(code, _content(stdout, limit), _content(stderr, limit), _unpack(result), timed_out)
+        found, complete = _unpack(result, _content(modes, limit))
+        return Effect(code, _content(stdout, limit), _content(stderr, limit), found, timed_out, complete)
 
 
 def _runnable(command: str) -> bool:
@@ -195,7 +209,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _arguments(command: str, roots: list[str], limits: Limits, archive: int) -> list[str | bytes]:
+def _arguments(command: str, roots: list[str], limits: Limits, archive: int, modes: int) -> list[str | bytes]:
     disk = str(limits.disk_mb << 20)
     arguments: list[str | bytes] = [
         "bwrap",
@@ -226,10 +240,11 @@ def _arguments(command: str, roots: list[str], limits: Limits, archive: int) -> 
         cpu_seconds=limits.cpu_seconds,
         memory_kb=limits.memory_mb << 10,
         file_blocks=limits.file_mb << 10,
+        archive_blocks=2 * limits.disk_mb << 10,
     )
     captured = [root.lstrip("/") for root in roots] + [HOME.lstrip("/")]
     arguments += ["--remount-ro", "/", "--chdir", WORK, "--", "/bin/bash", "-c", script, "sandbox"]
-    return [*arguments, command.encode("utf-8", "surrogatepass"), WORK, str(archive), *captured]
+    return [*arguments, command.encode("utf-8", "surrogatepass"), WORK, str(archive), str(modes), *captured]
 
 
 @lru_cache(maxsize=4)
@@ -262,17 +277,24 @@ def _pack(files: Mapping[str, Content]) -> tuple[bytes, list[str]]:
     return buffer.getvalue(), sorted(roots)
 
 
-def _unpack(result: IO[bytes]) -> dict[str, tuple[str, int, bytes]]:
-    """What the command left, read in memory: nothing is ever extracted on the host."""
+def _unpack(result: IO[bytes], modes: bytes) -> tuple[dict[str, Entry], bool]:
+    """What the command left, and whether that is all; read in memory: nothing is ever extracted on the host.
+
+    `modes`: "mode path" of what had to be made readable, each ended by a NUL.
+    """
+    rows = (row.partition(b" ") for row in modes.split(b"\0") if row)
+    listed = {path.decode("utf-8", "surrogateescape"): int(mode, 8) for mode, _, path in rows}
     found: dict[str, Entry] = {}
     result.seek(0)
     with contextlib.suppress(tarfile.TarError, EOFError), tarfile.open(fileobj=result, mode="r:") as archive:
         for entry in archive:
+            if len(found) == _MAX_ENTRIES:
+                return found, False
             kind, content = entry.type.decode("latin-1"), entry.linkname.encode("utf-8", "surrogateescape")
             if entry.isreg() and (file := archive.extractfile(entry)):
                 kind, content = "file", file.read()
-            found[entry.name] = (kind, entry.mode, content)
-    return found
+            found[entry.name] = (kind, listed.get(entry.name, entry.mode), content)
+    return found, True
 
 
 def _content(file: IO[bytes], limit: int) -> bytes:

@@ -7,6 +7,7 @@ wrong: compose `first` over this and `judge`, or set `text_rule`. What it can se
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
-from pivotrl.verifiers.judge import Judge
+from pivotrl.verifiers.calls import tool_schemas
 from pivotrl.verifiers.matching import maximum_matching
 from pivotrl.verifiers.options import one_of, read_options, within
 from pivotrl.verifiers.queries import fold, query_similarity, same_answer, same_query, text_similarity
+from pivotrl.verifiers.texts import TextRule, both_speak, make_judge
 from pivotrl.verifiers.urls import normalise_url
 
 ROLES: dict[str, tuple[str, ...]] = {
@@ -31,6 +33,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 _ROLE_OF = {argument: role for role, arguments in ROLES.items() for argument in arguments}
 _MISSING = object()
+ANSWER = "answer"
 
 
 class Search:
@@ -44,10 +47,12 @@ class Search:
     `text_threshold`, numbers equal), "exact" or "ignore". `fragment`, `http_is_https`: see urls.normalise_url.
     `range_overlap`: intersection over union that two sets of character ranges must reach. `judge`: options of the LLM
     judge, which is then asked last: about goals and answers that rules do not settle, and queries in other terms.
+    `text`: final answers: "answer" (the same short answer, else unscorable), or a rule of `texts`: "exclude", "same",
+    "similarity:x", "facts", "judge".
     """
 
     name = "search"
-    version = "1"
+    version = "2"
     ignores_thinking = True
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -63,6 +68,7 @@ class Search:
                 "fragment": "routes",
                 "http_is_https": False,
                 "range_overlap": 1.0,
+                "text": ANSWER,
                 "judge": None,
             },
         )
@@ -85,7 +91,8 @@ class Search:
             "answer": lambda a, b: same_answer(a, b) if isinstance(a, str) and isinstance(b, str) else False,
         }
 
-        self._judge = Judge(dict(o["judge"])) if o["judge"] else None
+        self._judge = make_judge(o)
+        self._text_rule = TextRule("verifier search: options", o["text"], self._judge, own=(ANSWER,))
 
     def config(self) -> dict[str, Any]:
         made = {**self.options, "roles": {tool: dict(roles) for tool, roles in self.options["roles"].items()}}
@@ -114,6 +121,8 @@ class Search:
         if action.problems:
             return Verdict(0.0, "malformed", {"problems": list(action.problems)})
         expected, actual = turn.demonstration.tool_calls, action.tool_calls
+        if self.options["text"] != ANSWER and both_speak(turn, action):
+            return self._text_rule.verify(turn, action)
         if not expected:
             if actual:
                 return Verdict(0.0, "call_for_answer")
@@ -123,7 +132,7 @@ class Search:
             return Verdict(0.0, "empty" if not action.text.strip() else "answer_for_call")
         if len(expected) != len(actual):
             return Verdict(0.0, "number_of_calls", {"expected": len(expected), "actual": len(actual)})
-        schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in turn.tools}
+        schemas = tool_schemas(turn)
         try:
             table = [[self._call(e, a, schemas.get(e.name, {})) for a in actual] for e in expected]
         except (RecursionError, ValueError) as error:
@@ -140,7 +149,8 @@ class Search:
         """Same, different or not settled; and which argument says so."""
         if expected.name != actual.name:
             return False, "wrong_tool"
-        known = schema.get("properties") or {}
+        declared_all = schema.get("properties")
+        known: JsonDict = declared_all if isinstance(declared_all, dict) else {}
         roles = self.options["roles"].get(expected.name) or {}
         open_question = ""
         for key in {**expected.arguments, **actual.arguments}:
@@ -210,7 +220,7 @@ def same_json(a: Any, b: Any, schema: Any = None) -> bool:
         number = "number" in (kinds if isinstance(kinds, list) else [kinds])
         return number and {type(a), type(b)} == {int, float} and bool(a == b)
     if isinstance(a, dict):
-        inner = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
+        inner: JsonDict = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
         return a.keys() == b.keys() and all(same_json(a[k], b[k], inner.get(k)) for k in a)
     if isinstance(a, list):
         return len(a) == len(b) and all(same_json(x, y, schema.get("items")) for x, y in zip(a, b, strict=True))
@@ -245,7 +255,7 @@ def _intervals(value: Any) -> dict[str, list[tuple[float, float]]] | None:
         start, end = row.get("start"), row.get("end")
         if type(start) is not int or type(end) is not int or not 0 <= start <= end:
             return None
-        spans[str(row.get("key"))].append((start, end))
+        spans[json.dumps(row.get("key"), sort_keys=True)].append((start, end))
     merged: dict[str, list[tuple[float, float]]] = {}
     for key, found in spans.items():
         out: list[tuple[float, float]] = []

@@ -18,9 +18,9 @@ from pivotrl.verifiers.calls import (
     same_call,
     working_directory,
 )
-from pivotrl.verifiers.judge import Judge
 from pivotrl.verifiers.shell_execution import SandboxComparison
 from pivotrl.verifiers.terminus import TerminusAction, TerminusError, at_shell_prompt, keystrokes_form, parse_terminus
+from pivotrl.verifiers.texts import EXCLUDE, SAME, TextRule, both_speak, make_judge
 
 SHELL_TOOLS = frozenset(
     {
@@ -46,7 +46,7 @@ SHELL_TOOLS = frozenset(
         "Shell",
     }
 )
-OPTIONS = ("tool", "cwd", "execution", "execution_seconds", "judge")
+OPTIONS = ("tool", "cwd", "execution", "execution_seconds", "text", "judge")
 _OPEN = ("command_differs", "text_turn")  # reasons that a judge may overrule
 COMMAND_FIELDS = ("command", "cmd", "keystrokes", "script", "commands", "input")
 
@@ -60,12 +60,13 @@ class ShellVerifier:
              A leading `cd <cwd> &&` is then a no-op; any other leading cd is part of the command.
         execution: true: commands that the rules tell apart are run in a sandbox (see shell_execution); the same effect
              is 1. Refused where bubblewrap does not work. `execution_seconds`: limit of one run (default 5).
+        text: turns where both speak (see texts): "same" (default), "exclude", "similarity:x", "facts" or "judge".
         judge: options of the LLM judge, which is then asked last: about commands that neither the rules nor the sandbox
-             found equal and the sandbox did not find different, and about texts in other words.
+             found equal and the sandbox did not find different, and about texts in other words (text: same).
     """
 
     name = "shell"
-    version = "2"
+    version = "3"
 
     def __init__(self, options: JsonDict | None = None) -> None:
         options = dict(options or {})
@@ -88,7 +89,8 @@ class ShellVerifier:
             raise UserError(f"verifier 'shell': option 'cwd' must be \"auto\", a path or null, not {self.cwd!r}")
 
         self.sandbox = self._sandbox(options)
-        self.judge = Judge(dict(options["judge"])) if options.get("judge") else None
+        self.judge = make_judge(options)
+        self.text = TextRule("verifier 'shell': options", options.get("text") or SAME, self.judge)
 
     def _sandbox(self, options: JsonDict) -> SandboxComparison | None:
         wanted, seconds = options.get("execution", False), options.get("execution_seconds", 5.0)
@@ -101,13 +103,16 @@ class ShellVerifier:
     def config(self) -> JsonDict:
         """Options that are off are left out."""
         made: JsonDict = {"tool": self.tools, "cwd": self.cwd}
+        if self.text.rule != SAME:
+            made["text"] = self.text.rule
         if self.sandbox is not None:
             made |= {"execution": True, "execution_seconds": self.sandbox.limits.seconds}
         return made | ({"judge": self.judge.config()} if self.judge is not None else {})
 
     def verify(self, turn: Turn, action: Action) -> Verdict:
         verdict = self.by_rules(turn, action)
-        if self.judge is None or verdict.reason not in _OPEN:
+        excluded = verdict.reason == "text_turn" and self.text.rule == EXCLUDE
+        if self.judge is None or verdict.reason not in _OPEN or excluded:
             return verdict
         said = self.judge.verify(turn, action)
         return Verdict(said.reward, said.reason, {**said.details, "rules": verdict.reason})
@@ -117,6 +122,8 @@ class ShellVerifier:
         terminus = self._terminus(turn, action)
         if terminus is not None:
             return terminus
+        if both_speak(turn, action):
+            return self.text.verify(turn, action)
         decided = decide(turn, action)
         if decided is not None:
             return decided

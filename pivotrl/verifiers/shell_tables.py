@@ -188,7 +188,7 @@ TOOLS: dict[str, Tool] = {
         values="f:file C:directory strip-components exclude",
         counted="v",
         positional="C exclude",
-        paths="all",
+        paths="none",  # an archive keeps the names as they are given
     ),
     "unzip": tool("o n l q v", values="d", groups="o,n l,v", counted="q", positional=""),
     "python": _PYTHON,

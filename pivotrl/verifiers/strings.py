@@ -1,12 +1,13 @@
 """String rules: when two strings count as the same, chosen for each field by `domain.verifier.options.strings`.
 
 exact         equal after Unicode NFC; white space and case count (code, ids and passwords need them)
-case          equal but for the case of letters
-spaces        equal but for white space that keeps no two words apart ("a + b" and "a+b")
+case          equal in lower case, as programs that ignore case compare ("ß" is not "ss")
+spaces        equal but for white space that keeps no two words or operators apart ("a + b" is "a+b", "* *" not "**")
 normalized    equal after NFC, case folding, and dropping punctuation and repeated white space; punctuation inside a
-              number ("1.5", "10:30") and a sign before one stay, and strings of punctuation alone are compared exactly
+              number ("1.5", "10:30"), a sign before one and % # & @ stay, and strings of punctuation alone are compared
+              exactly
 date          one date or time in equal notations (see `moments`), else exact
-similarity:x  word overlap of the normalised strings of at least x, and the same words that hold digits
+similarity:x  word overlap of the normalised strings of at least x, the same words with digits, and as many negations
 any           any string, but an empty one only where an empty one is expected
 ignored       any string at all: the tool does nothing with it
 """
@@ -30,18 +31,35 @@ def exact(expected: str, actual: str) -> bool:
 
 
 def caseless(expected: str, actual: str) -> bool:
-    return exact(unicodedata.normalize("NFC", expected).casefold(), unicodedata.normalize("NFC", actual).casefold())
+    return exact(exact_form(expected).lower(), exact_form(actual).lower())
+
+
+def exact_form(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def spaceless(expected: str, actual: str) -> bool:
-    return exact(*(" ".join(_LOOSE_SPACE.sub("", text.strip()).split()) for text in (expected, actual)))
+    return exact(*(_SPACE.sub(_needed_space, text.strip()) for text in (expected, actual)))
+
+
+def _needed_space(match: re.Match[str]) -> str:
+    """A space where it keeps two things apart: two words, two operators, a number and its decimal point."""
+    text, start, end = match.string, match.start(), match.end()
+    before, after = text[start - 1 : start], text[end : end + 1]
+    words = all(char.isalnum() or char in "_." for char in (before, after))
+    return " " if words or (before in _OPERATORS and after in _OPERATORS) else ""
 
 
 def dated(expected: str, actual: str) -> bool:
     return exact(expected, actual) or same_moment(expected, actual)
 
 
-_LOOSE_SPACE = re.compile(r"(?<=[^\w\s])\s+|\s+(?=[^\w\s])")
+_SPACE = re.compile(r"\s+")
+_OPERATORS = "*/<>=!&|:"  # two of them in a row may be one
+_MEANT = frozenset("%#&@")  # punctuation that is no decoration: 5% is not 5, C# is not C
+_NEGATION = re.compile(
+    r"\b(?:not|no|never|nor|none|nothing|neither|without|cannot|unable|dont|cant|wont|isnt|wasnt|didnt)\b|n't\b"
+)
 NUMBER_MARK = re.compile(r"(?<=\d)[.,:/'-](?=\d)|(?<!\S)[-+](?=\d)")
 
 
@@ -50,7 +68,8 @@ def normalise(text: str) -> str:
     text = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
     kept = {match.start() for match in NUMBER_MARK.finditer(text)}
     characters = (
-        " " if i not in kept and unicodedata.category(char)[0] in "PZC" else char for i, char in enumerate(text)
+        " " if i not in kept and char not in _MEANT and unicodedata.category(char)[0] in "PZC" else char
+        for i, char in enumerate(text)
     )
     return " ".join("".join(characters).split())
 
@@ -80,11 +99,18 @@ def _with_digits(text: str) -> Counter[str]:
     return Counter(word for word in normalise(text).split() if any(char.isdigit() for char in word))
 
 
+def negations(text: str) -> int:
+    """How many words deny something; "isn't" is one."""
+    return len(_NEGATION.findall(unicodedata.normalize("NFKC", text).casefold().replace("\u2019", "'")))
+
+
 def similar(expected: str, actual: str, threshold: float) -> bool:
-    """Equal, or overlapping by at least `threshold` with the same numbers and ids."""
+    """Equal, or overlapping by at least `threshold` with the same numbers, ids and negations."""
     if exact(expected, actual):
         return True
-    return overlap(expected, actual) >= threshold and _with_digits(expected) == _with_digits(actual)
+    if overlap(expected, actual) < threshold or _with_digits(expected) != _with_digits(actual):
+        return False
+    return negations(expected) == negations(actual)
 
 
 def _any(expected: str, actual: str) -> bool:

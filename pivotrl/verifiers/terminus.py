@@ -60,10 +60,39 @@ _READS_TERMINAL = frozenset(
         "read",
         "passwd",
         "dd",
+        "docker",
+        "podman",
+        "kubectl",
+        "nc",
+        "ncat",
+        "socat",
+        "expect",
+        "openssl",
+        "crontab",
+        "visudo",
+        "view",
+        "vimdiff",
+        "ex",
+        "lldb",
+        "watch",
+        "script",
+        "lynx",
+        "w3m",
+        "lua",
+        "octave",
+        "swipl",
+        "ocaml",
+        "scala",
+        "sbcl",
+        "guile",
+        "tclsh",
+        "maxima",
+        "gp",
+        "duckdb",
     }
 )
 _READS_WITHOUT_OPERANDS = frozenset(
-    {"cat", "python", "python3", "tee", "sort", "wc", "head", "tail", "grep", "sed", "awk"}
+    {"cat", "python", "python3", "tee", "sort", "wc", "head", "tail", "grep", "sed", "awk", "perl", "ruby", "php", "tr"}
 )
 
 
@@ -116,8 +145,9 @@ def _keystrokes(command: Any, waits: tuple[str, ...]) -> str:
         or not isinstance(command.get("keystrokes"), str)
     ):
         raise TerminusError("command_mistyped")
-    if not all(isinstance(command.get(name, 0), (int, float)) for name in waits):
-        raise TerminusError("command_mistyped")
+    for name in waits:
+        if name in command and type(command[name]) not in ((bool,) if name == "is_blocking" else (int, float)):
+            raise TerminusError("command_mistyped")
     return str(command["keystrokes"])
 
 
@@ -163,7 +193,9 @@ def keystrokes_form(keystrokes: tuple[str, ...], shell: bool, cwd: str | None) -
             typed += item
             continue
         if typed:
-            form.extend(_typed_form(typed, shell, cwd if not form else None))
+            pieces, prompt = _typed_form(typed, shell, cwd if not form else None)
+            form.extend(pieces)
+            shell = shell and prompt
             typed = ""
         if item is not None:
             form.append(("key", item))
@@ -171,11 +203,15 @@ def keystrokes_form(keystrokes: tuple[str, ...], shell: bool, cwd: str | None) -
     return tuple(form)
 
 
-def _typed_form(text: str, shell: bool, cwd: str | None) -> list[Any]:
+def _typed_form(text: str, shell: bool, cwd: str | None) -> tuple[list[Any], bool]:
+    """The form of what is typed, and whether a shell reads what comes after it."""
     parsed = canonical(text, True, cwd) if shell else None
-    if parsed is None or is_empty(parsed) or any(_reads_terminal(statement) for statement in parsed[1:-1]):
-        return [("typed", text)]
-    return [*parsed[1:], *([] if text.endswith("\n") else ["not_run"])]
+    if parsed is None or is_empty(parsed):
+        return [("typed", text)], False
+    reads = [_reads_terminal(statement) for statement in parsed[1:]]
+    if any(reads[:-1]):
+        return [("typed", text)], False
+    return [*parsed[1:], *([] if text.endswith("\n") else ["not_run"])], not reads[-1]
 
 
 def _reads_terminal(statement: Any) -> bool:
@@ -187,6 +223,8 @@ def _reads_terminal(statement: Any) -> bool:
     if statement[0] != "command" or any(redirect[0].startswith("<") for redirect in statement[3]):
         return False
     words = statement[2]
+    while words[:1] == ("wrapped",):  # sudo, time, nohup...
+        words = words[2]
     name = words[1] if words[:1] == ("words",) and len(words) > 1 else words[0] if words else ""
     operands = words[2:] if words[:1] == ("words",) else words[-1] if words else ()
     return name in _READS_TERMINAL or (name in _READS_WITHOUT_OPERANDS and not operands)

@@ -1,12 +1,7 @@
 """Functional verifier of conversational tool use: "speak or call", tool name, arguments (method.md 2.1, eq. 6).
 
-Calls are compared as a multiset, so order does not matter and surplus calls are not free. Where both speak, the option
-`text` decides:
-  exclude (default)  unscorable, "text_turn": no program can tell whether two texts mean the same
-  similarity:x       word overlap of at least x (see `strings`)
-  facts              the same salient values (see `facts`), and both or neither ask a question; a demonstration without
-                     any salient value is unscorable, "no_facts"
-  judge              the LLM judge of the option `judge`
+Calls are compared as a multiset, so order does not matter and surplus calls are not free; a text beside calls is free.
+Where both speak, the option `text` decides (see `texts`), by default `exclude`.
 """
 
 from __future__ import annotations
@@ -20,10 +15,8 @@ from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
 from pivotrl.verifiers.compare import Difference, Rules, difference, perfect_match, resolve
-from pivotrl.verifiers.facts import compare as compare_facts
-from pivotrl.verifiers.facts import facts_of
-from pivotrl.verifiers.judge import Judge
-from pivotrl.verifiers.strings import StringRule, exact, similar, similarity_threshold, string_rule
+from pivotrl.verifiers.strings import StringRule, exact, string_rule
+from pivotrl.verifiers.texts import EXCLUDE, TextRule, make_judge
 
 WHERE = "domain.verifier.options"
 _JUDGE = "judge"
@@ -48,7 +41,7 @@ class ToolCallVerifier:
     """
 
     name = "tool_calls"
-    version = "2"
+    version = "3"
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         check_option_names(options, ("strings", "unordered", "text", "judge"))
@@ -65,25 +58,18 @@ class ToolCallVerifier:
             raise UserError(f'{WHERE}.unordered: must be a list of "tool.field" names.')
         self._unordered = frozenset(field for field in unordered if "+" not in field)
         self._paired = _paired_lists([field for field in unordered if "+" in field])
-        self._text = options.get("text") or "exclude"
-        self._threshold: float | None = None
-        if self._text not in ("exclude", "facts", _JUDGE):
-            if not str(self._text).startswith("similarity:"):
-                raise UserError(
-                    f"{WHERE}.text={self._text!r}: use exclude, facts, judge, or similarity:x with 0 < x <= 1."
-                )
-            self._threshold = similarity_threshold(self._text, f"{WHERE}.text")
+        self._judge = make_judge(options)
+        self._text = TextRule(WHERE, options.get("text") or EXCLUDE, self._judge)
         self._options = {
             "strings": {str(field): rule for field, rule in sorted(strings.items())},
             "unordered": sorted(unordered),
-            "text": self._text,
+            "text": self._text.rule,
         }
         self._rules = self._rules_of(self._strings)
         anything = string_rule("any", WHERE)
         self._open_rules = self._rules_of({**self._strings, **dict.fromkeys(judged, anything)}) if judged else None
-        self._judge = Judge(dict(options["judge"])) if options.get("judge") else None
-        if (judged or self._text == _JUDGE) and self._judge is None:
-            raise UserError(f"{WHERE}.judge is missing: {', '.join(sorted(judged)) or 'text'} asks the judge.")
+        if judged and self._judge is None:
+            raise UserError(f"{WHERE}.judge is missing: {', '.join(sorted(judged))} asks the judge.")
 
     def _rules_of(self, strings: dict[str, StringRule]) -> Rules:
         default = strings.get("*", exact)
@@ -108,9 +94,7 @@ class ToolCallVerifier:
             return Verdict(0.0, "empty")
         if expected.tool_calls:
             return Verdict(0.0, "spoke_instead_of_calling")
-        if self._text == _JUDGE and self._judge is not None:
-            return self._judge.verify(turn, action)
-        return self._verify_text(expected.text, action.text)
+        return self._text.verify(turn, action)
 
     def _verify_calls(
         self, turn: Turn, expected: tuple[ToolCall, ...], actual: tuple[ToolCall, ...], rules: Rules
@@ -154,18 +138,6 @@ class ToolCallVerifier:
             if found[0] is not None and None not in found:
                 return Verdict(0.0, found[0].reason, {"field": found[0].path})
         return Verdict(0.0, "repeated_call")
-
-    def _verify_text(self, expected: str, actual: str) -> Verdict:
-        if self._text == "exclude":
-            return Verdict(None, "text_turn")
-        if self._threshold is not None:
-            same = similar(expected, actual, self._threshold)
-            return Verdict(float(same), "match" if same else "text_differs")
-        facts = facts_of(expected)
-        if not facts.values:
-            return Verdict(None, "no_facts")
-        problem = compare_facts(facts, facts_of(actual))
-        return Verdict(1.0, "match") if problem is None else Verdict(0.0, problem)
 
 
 def _paired_lists(names: list[str]) -> dict[str, list[tuple[str, ...]]]:

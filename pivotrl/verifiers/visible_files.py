@@ -101,7 +101,7 @@ def _viewed(files: dict[str, Known], view: View, result: str) -> None:
     numbers = [int(m[1]) for m in numbered]
     cut = cut or bool(_CUT.search(text[-300:]) or _CUT.search(text[:200]))
     known = files.setdefault(view.path, Known())
-    whole = view.start == 1 and view.end is None and not cut
+    whole = view.start <= 1 and view.end is None and not cut
     consecutive = bool(numbers) and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     if consecutive and len(lines) - len(numbered) <= _HEADER_LINES:
         body = "\n".join(m[2] for m in numbered)

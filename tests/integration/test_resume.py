@@ -114,8 +114,8 @@ def straight(server: Server) -> Path:
 
 
 def rows(run_dir: Path, stage: str = "train") -> list[dict[str, Any]]:
-    """Metrics without what time and memory it took."""
-    of_the_machine = ("seconds", "memory_", "tokens_per_second", "train_tokens_per_second")
+    """Metrics without what time and memory it took, and without what this process's cache of verdicts saved."""
+    of_the_machine = ("seconds", "memory_", "tokens_per_second", "train_tokens_per_second", "verifier/")
     return [
         {k: v for k, v in row.items() if not k.startswith(of_the_machine)}
         for row in read_jsonl(run_dir / stage / "metrics.jsonl")

@@ -125,6 +125,19 @@ def test_rollouts_are_of_the_current_weights(finished: Path):
 
 
 @pytest.mark.engine
+def test_what_the_verifier_counted_is_in_the_summaries(finished: Path):
+    profile = read_json(finished / "profile" / "summary.json")
+    assert profile["verifier"]["pairs"] >= profile["rollouts"]
+    rows = list(read_jsonl(finished / "train" / "metrics.jsonl"))
+    again = list(read_jsonl(finished / "train" / "reprofile" / "step-000001" / "sample" / "verifier.jsonl"))
+    train = read_json(finished / "train" / "summary.json")["verifier"]
+    rollouts = list(read_jsonl(finished / "train" / "rollouts.jsonl"))
+    assert train["pairs"] == sum(row["verifier/pairs"] for row in rows) >= len(rollouts)
+    assert sum(row["pairs"] for row in again) >= 4 * 4
+    assert train["scored"] + sum(v for k, v in train.items() if k.startswith("unscorable/")) == train["pairs"]
+
+
+@pytest.mark.engine
 def test_turns_are_profiled_again_with_the_weights_of_that_step(finished: Path):
     folder = finished / "train" / "reprofile" / "step-000001"
     rollouts = list(read_jsonl(folder / "sample" / "rollouts.jsonl"))

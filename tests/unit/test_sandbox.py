@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,6 +220,134 @@ def test_no_more_rights_inside() -> None:
         Limits(seconds=20),
     )
     assert b"CapEff:\t0000000000000000" in effect.stdout
+
+
+def in_sandbox(command: str, **limits: Any) -> sandbox.Effect:
+    return run(command, {"a": "x\n"}, Limits(**{"seconds": 20, **limits}))
+
+
+@needs_bwrap
+def test_processes_outside_are_neither_seen_nor_signalled() -> None:
+    with subprocess.Popen(["sleep", "7656.543"]) as outside:
+        try:
+            effect = in_sandbox(f"kill -9 {outside.pid}; kill -STOP -1; cat /proc/{outside.pid}/cmdline; ls /proc")
+            assert outside.poll() is None
+            assert b"7656" not in effect.stdout
+            seen = [name for name in effect.stdout.decode().split() if name.isdigit()]
+            assert len(seen) < 10
+        finally:
+            outside.kill()
+
+
+@needs_bwrap
+def test_no_way_back_through_proc(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("sesame")
+    tmp_path.chmod(0o755)
+    roots = " ".join(f"/proc/{pid}/root{secret} /proc/{pid}/cwd/../..{secret}" for pid in ("1", "2", "self", "$PPID"))
+    effect = in_sandbox(f"cat {roots}; cat /proc/1/environ /proc/1/maps /proc/keys | tr '\\0' ' '")
+    assert b"sesame" not in effect.stdout
+    writes = (
+        "for f in /proc/sys/kernel/hostname /proc/sysrq-trigger /proc/sys/vm/drop_caches; do echo h > $f; done; echo $?"
+    )
+    assert in_sandbox(writes).stdout == b"1\n"
+
+
+@needs_bwrap
+def test_no_namespaces_no_set_uid_no_tty_no_devices() -> None:
+    command = """
+    unshare -Ur id -u; unshare -m true && echo mounted; chroot / true && echo rooted
+    grep NoNewPrivs /proc/self/status
+    (echo x > /dev/tty) 2>&1; mknod m c 1 3 && echo made
+    for d in /dev/sda /dev/mem /dev/kmsg /dev/fuse /dev/kvm; do test -e $d && echo found $d; done
+    """
+    effect = in_sandbox(command)
+    for word in (b"mounted", b"rooted", b"found", b"made"):
+        assert word not in effect.stdout, effect
+    assert b"NoNewPrivs:\t1" in effect.stdout
+    assert b"0\n" not in effect.stdout.splitlines(keepends=True)  # nobody is root, not even in a namespace of its own
+    assert b"/dev/tty: No such device" in effect.stdout
+
+
+CONNECT = """
+import socket, sys
+for name in sys.argv[1:]:
+    try:
+        socket.socket(socket.AF_UNIX).connect(name.replace("@", chr(0)))
+        print("in")
+    except OSError:
+        print("out")
+"""
+
+
+@needs_bwrap
+def test_sockets_of_the_host_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    tmp_path.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as named, socket.socket(socket.AF_UNIX) as abstract:
+        named.bind(str(path))
+        path.chmod(0o777)
+        abstract.bind("\0pivotrl-test-7657")
+        for server in (named, abstract):
+            server.listen()
+            server.settimeout(0.2)
+        effect = in_sandbox(f"python3 -c '{CONNECT}' {path} @pivotrl-test-7657")
+        for server in (named, abstract):
+            with pytest.raises(TimeoutError):
+                server.accept()
+    assert effect.stdout == b"out\nout\n", effect
+
+
+@needs_bwrap
+def test_shared_memory_and_temporary_files_stay_inside() -> None:
+    before = {*Path("/dev/shm").iterdir(), *Path("/tmp").iterdir()}
+    in_sandbox("echo x > /dev/shm/pivotrl-7658; echo x > /tmp/pivotrl-7658; echo x > /var/tmp/pivotrl-7658")
+    assert not [p for p in {*Path("/dev/shm").iterdir(), *Path("/tmp").iterdir()} - before if "7658" in p.name]
+    assert in_sandbox("ls /dev/shm /tmp").stdout.split() == [b"/dev/shm:", b"/tmp:"]  # nor do they last
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("chmod 000 a", "rm a"),  # what its owner cannot read is still there
+        ("mkdir d; echo x > d/f; chmod 000 d", "mkdir d; chmod 000 d"),
+        ("mkdir d; echo x > d/f; chmod 000 d", "mkdir d; echo y > d/f; chmod 000 d"),
+        ("chmod 000 a", "chmod 200 a"),
+        ("mv a b; ln -s b a", "cp a b"),
+        ("mkfifo p", ": > p"),
+        ("touch -- '-rf'", "touch rf"),
+        ("printf x > 'n\n1'", "printf x > n1"),
+        ("rm -r /work/* ; ln -s /usr /work/d", "rm -r /work/*; mkdir /work/d"),
+        ("echo x > $HOME/.profile", "true"),
+    ],
+)
+def test_what_is_left_is_seen_whole(one: str, other: str) -> None:
+    assert compare_execution(one, one, {"a": "1\n"}, Limits(seconds=20)) == (True, "same_effect")
+    assert compare_execution(one, other, {"a": "1\n"}, Limits(seconds=20)) == (False, "files_differ")
+
+
+@needs_bwrap
+def test_nothing_that_is_left_running_can_forge_the_result() -> None:
+    """A process in the background that waits for the archive and writes into it through /proc."""
+    forge = """
+    rm a
+    (exec 2>/dev/null; while :; do for f in /proc/[0-9]*/fd/*; do
+       case $(readlink $f) in *deleted*) cat forged > $f;; esac; done; done) &
+    setsid sh -c 'while :; do kill -STOP $(pgrep -x tar); done' >/dev/null 2>&1 &
+    echo forged > forged; sleep 0.3
+    """
+    effect = in_sandbox(forge)
+    assert not effect.timed_out
+    assert work_files(effect) == {"forged": b"forged\n"}
+
+
+@needs_bwrap
+def test_very_many_files_are_not_compared() -> None:
+    many = "mkdir d; cd d; seq 1 30000 | xargs touch"
+    effect = in_sandbox(many)
+    assert not effect.complete and len(effect.files) == 20_000
+    assert compare_execution(many, many, {}, Limits(seconds=20)) == (None, "too_many_files")
 
 
 @needs_bwrap

@@ -13,7 +13,7 @@ from verifier_doubles import Scripted, act, call, tool, turn
 from pivotrl.trajectories.schema import Action
 from pivotrl.verifiers.audit import audit
 from pivotrl.verifiers.base import Verdict
-from pivotrl.verifiers.mutations import BREAKING, EXPLOIT, PRESERVING, exact, mutations
+from pivotrl.verifiers.mutations import BREAKING, EXPLOIT, PRESERVING, PROBE, exact, mutations
 from pivotrl.verifiers.nemo_gym import SingleStepToolUse
 from pivotrl.verifiers.nemo_gym_swe import SwePivot
 from pivotrl.verifiers.runner import VerifierRunner
@@ -152,6 +152,21 @@ def test_search_on_the_shared_turns():
     assert report.false_negative_rate == 0.0
     assert report.false_positive_rate is not None
     assert report.false_positive_rate < 0.01, report.table()
+
+
+def test_shell_and_edit_verdicts_on_mutated_shared_turns(shared_data, capsys):
+    """The table of the docs, of a few turns: nothing that does the same is rejected, nothing else accepted."""
+    from benchmarks.verifier_mutations import main
+
+    assert main(["--turns", "40", "--json"]) == 0, capsys.readouterr().out
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures == {"turns": {"terminal": 40, "swe": 40}, "wrong": 0, "raised": 0}
+
+
+def test_the_order_of_commands_is_no_matter_of_writing():
+    two = [turn(act(call(name, command="a"), call(name, command="b"))) for name in ("bash", "pay")]
+    kinds = [{m.kind: m.effect for m in mutations(one)} for one in two]
+    assert [kind["calls_reversed"] for kind in kinds] == [PROBE, PRESERVING]
 
 
 def test_in_workers():

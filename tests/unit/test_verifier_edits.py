@@ -139,17 +139,18 @@ V4A = """*** Begin Patch
 
 def test_patches() -> None:
     state = seen("r/a.py")
-    ways = [call("apply_patch", patch=diff(FILE, FIXED, n)) for n in (0, 1, 3)] + [call("apply_patch", input=V4A)]
+    ways = [call("apply_patch", patch=diff(FILE, FIXED, n)) for n in (0, 1, 3)] + [call("apply_patch", patch=V4A)]
     for a in ways:
         for b in ways:
             assert score(a, b, state) == 1.0
         assert score(a, call("apply_patch", patch=diff(FILE, FIXED.replace("2 *", "4 *"))), state) == 0.0
         assert score(a, call("apply_patch", patch=diff(FILE, FIXED).replace("w * h", "w - h")), state) == 0.0
         assert score(a, call("apply_patch", patch=diff(FILE, FIXED).replace("-    return", "-   return")), state) == 0.0
-        assert score(a, call("apply_patch", input=V4A.replace("*** End Patch", "")), state) == 0.0
-        assert score(a, call("apply_patch", input=""), state) == 0.0
+        assert score(a, call("apply_patch", patch=V4A.replace("*** End Patch", "")), state) == 0.0
+        assert score(a, call("apply_patch", patch=""), state) == 0.0
     assert score(ways[2], ways[3]) == 1.0  # also with the file unseen
     assert score(ways[0], ways[3]) == 0.0  # context that nobody has seen
+    assert score(ways[3], call("apply_patch", input=V4A), state) == 0.0  # an argument that this tool does not have
     assert parse_patch("--- a/x\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-a\n")[0][0] == "x"
     with pytest.raises(EditError):
         parse_patch("--- a/x\n+++ b/x\n@@ -1,3 +1,1 @@\n-a\n+b\n")

@@ -136,8 +136,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         made.append(Asked(options))
         return made[-1]
 
-    for module in ("shell", "search", "tool_calls"):
-        monkeypatch.setattr(f"pivotrl.verifiers.{module}.Judge", make)
+    monkeypatch.setattr("pivotrl.verifiers.texts.Judge", make)  # where every verifier gets its own
     return made
 
 

@@ -98,6 +98,27 @@ def test_hangs_hold_up_nobody_and_leave_no_process():
     assert not running(left)
 
 
+def test_a_hundred_hangs_leave_no_process_and_delay_nobody():
+    """Every hang has its limit, all at once; the good pairs behind them do not wait for them one after another."""
+    before = descendants(os.getpid())
+    limit, hangs = 2.0, 100
+    turns = [turn(act(text="ok"), id=f"{i}#0") for i in range(hangs + 20)]
+    work = [(t, act(text="sleep" if i < hangs else "ok")) for i, t in enumerate(turns)]
+    seen: set[int] = set()
+    with VerifierRunner(Scripted, workers=2, timeout_seconds=limit) as runner:
+        runner.score([(turn(act(text="ok"), id="warm#0"), act(text="warm"))])
+        started = time.monotonic()
+        verdicts = runner.score(work)
+        seconds = time.monotonic() - started
+        counts = runner.metrics()
+        seen = descendants(os.getpid()) - before
+    assert rewards(verdicts) == [(None, "timeout")] * hangs + [(1.0, "match")] * 20
+    assert seconds < hangs * limit / 2 / 2  # two at a time would take 100 s; starting 100 interpreters takes the most
+    assert counts["unscorable/timeout"] == hangs and counts["workers_killed"] >= hangs
+    assert len(seen) <= 2 and not running(seen)
+    assert not running(descendants(os.getpid()) - before)
+
+
 def test_children_of_a_hung_verifier_die_with_it():
     before = descendants(os.getpid())
     with VerifierRunner(Scripted, workers=1, timeout_seconds=2.0) as runner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -126,6 +127,62 @@ def test_reads_are_compared_by_what_they_show():
 def test_a_power_that_would_never_end_ends():
     turn = calling("calculate", "tau2/retail_oracle_replay")
     assert verifier().verify(turn, changed(turn, expression="9**9**9**9")).reward == 0.0
+
+
+@needs_tau2
+@needs_data
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "(" * 100_000,
+        "(" * 150 + "1" + ")" * 150,
+        "1+" * 100_000 + "1",
+        "-" * 100_000 + "1",
+        "*".join(["9" * 4000] * 200),
+        "9" * 5000,
+        "1 / 0",
+        "1 .5",
+        "__import__('os').getcwd()",
+        "",
+        " " * 1_000_000,
+    ],
+)
+def test_hostile_expressions_end_and_do_nothing(expression: str):
+    turn = calling("calculate", "tau2/retail_oracle_replay")
+    started = time.monotonic()
+    assert verifier().verify(turn, changed(turn, expression=expression)).reward == 0.0
+    assert time.monotonic() - started < 30
+
+
+@needs_tau2
+@needs_data
+def test_hostile_calls_do_something_else():
+    read = calling("get_order_details", "tau2/retail_oracle_replay")
+    write = calling("return_delivered_order_items", "tau2/retail_oracle_replay")
+    call, wrote = read.demonstration.tool_calls[0], write.demonstration.tool_calls[0]
+    order = call.arguments["order_id"]
+    for turn, actual in (
+        (read, (call, call)),  # once more
+        (read, (call, ToolCall("list_all_product_types", {}))),  # and a look elsewhere
+        (read, (ToolCall("think", {"thought": "x"}), call)),
+        (read, (ToolCall(call.name, {"order_id": [order]}),)),
+        (read, (ToolCall(call.name, {"order_id": order + " "}),)),
+        (read, (ToolCall(call.name, {"order_id": order.lower()}),)),
+        (read, (ToolCall(call.name, {"order": order}),)),
+        (read, (ToolCall(call.name, {"order_id": order, "self": None}),)),
+        (read, (ToolCall("__class__", {}),)),
+        (read, (ToolCall("get_db_hash", {}),)),  # of the environment, and no tool
+        (read, (wrote,)),
+        (write, (wrote, wrote)),
+        (write, (call,)),
+        (write, (ToolCall(wrote.name, {**wrote.arguments, "item_ids": wrote.arguments["item_ids"] * 2}),)),
+        (write, (ToolCall(wrote.name, {**wrote.arguments, "item_ids": []}),)),
+        (write, (ToolCall(wrote.name, {**wrote.arguments, "item_ids": "".join(wrote.arguments["item_ids"])}),)),
+        (write, (ToolCall(wrote.name, {**wrote.arguments, "payment_method_id": "gift_card_0000000"}),)),
+    ):
+        verdict = verifier().verify(turn, Action(tool_calls=actual))
+        assert verdict.reward == 0.0, (actual, verdict)
+    assert verifier().verify(read, Action("Of course. ", "", (call,))).reward == 1.0
 
 
 @needs_tau2

@@ -52,15 +52,13 @@ class Says:
 
 def test_no_workers_is_in_process():
     found = open_verifier(VerifierConfig("verifier_doubles:FromOptions"))
-    assert not isinstance(found, VerifierRunner)
+    assert isinstance(found, VerifierRunner) and found.workers == 0
     assert found.verify(turn(act(text="x")), act(text="y")).details["pid"] == os.getpid()
 
 
 def test_rollouts_of_all_states_wait_together():
     before = descendants(os.getpid())
-    runner = open_verifier(SLOW)
-    assert isinstance(runner, VerifierRunner)
-    with runner:
+    with open_verifier(SLOW) as runner:
         states = [State(turn(act(text=f"s{i}"), id=f"t{i}#0"), (1, 2)) for i in range(6)]
         texts = [text for i in range(6) for text in ("hang", f"good {i}")]
         roller = LocalRoller(Says(*texts), Letters(), runner, Sampling())  # type: ignore[arg-type]
@@ -78,7 +76,7 @@ def test_rollouts_of_all_states_wait_together():
 
 
 def test_demonstrations_are_checked_in_the_workers_too():
-    with open_verifier(SLOW) as runner:  # type: ignore[attr-defined]
+    with open_verifier(SLOW) as runner:
         turns = [turn(act(text="hang"), id="h#0"), turn(act(text="fine"), id="f#0")]
         states, skipped = render_states(turns, Letters(), runner, 100, 10)  # type: ignore[arg-type]
     assert [s.turn.id for s in states] == ["f#0"]

@@ -31,6 +31,19 @@ def turn(demonstration: Action, *tools: dict[str, Any], id: str = "t#0", message
     return Turn(id, id.split("#")[0], "task", 0, "test", "train", state, list(tools), demonstration, "test:1")
 
 
+def judged(name: str, expected: Action, actual: Action, *tools: Any, messages: Any = None, **options: Any) -> Any:
+    """The reward of `actual`; the demonstration itself must be right or excluded, and nothing may raise."""
+    from pivotrl.config import VerifierConfig  # not at the top: worker processes import this module
+    from pivotrl.verifiers.registry import get_verifier
+
+    verifier = get_verifier(VerifierConfig(name, options))
+    one = turn(expected, *tools, messages=messages)
+    assert verifier.verify(one, expected).reward in (1.0, None)
+    found = verifier.verify(one, actual)
+    assert found.reason not in ("verifier_error", "invalid_reward"), found
+    return found.reward
+
+
 class Scripted:
     """Does what the action's text says."""
 
