@@ -2,7 +2,8 @@
 
 Runs the stage twice, each in a process of its own: on a tenth of the trajectories and on all of them. Turns a second
 come from the whole run (reading, splits, flags, deduplication, files). Growth is the difference of the two peaks over
-that of the turns; what may grow is the index of ids, tasks and turns seen (16 to 32 bytes each).
+that of the turns; what may grow is the index of ids, tasks and turns seen (16 to 32 bytes each). Bytes a turn are those
+of turns.jsonl and messages.jsonl, beside what rows that repeat their states would take.
 
 `--stream GIB` sends that much through a pipe into the reader alone, and prints its peak after a tenth and at the end.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -121,6 +123,21 @@ def stream(path: Path, gib: float) -> dict[str, float]:
     return {**figures, "tenth_mib": tenth / 1024, "peak_mib": peak / 1024, "growth_bytes_per_row": growth}
 
 
+STATE_BYTES = re.compile(rb'"state_bytes": (\d+), "demonstration"')
+
+
+def sizes(folder: Path, count: int) -> dict[str, float]:
+    """Bytes a turn of both files, and of one file whose rows would repeat their states."""
+    turns, messages, repeated = folder / "turns.jsonl", folder / "messages.jsonl", 0
+    with turns.open("rb") as file:
+        for line in file:
+            found = STATE_BYTES.search(line)
+            assert found is not None
+            repeated += len(line) + int(found[1])
+    written = turns.stat().st_size + messages.stat().st_size
+    return {"bytes_per_turn": written / count, "bytes_per_turn_repeated": repeated / count}
+
+
 def measured(count: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trajectories.jsonl"
@@ -128,7 +145,8 @@ def measured(count: int, turns: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.turns", "--stage", str(path)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        rates = {"turns_per_second": row["turns"] / row["seconds"]}
+        rates = sizes(path.parent / "run" / "turns", row["turns"])
+        rates["turns_per_second"] = row["turns"] / row["seconds"]
         rates["turns_per_cpu_second"] = row["turns"] / row["cpu_seconds"]  # what a core that is ours alone would give
         return {"trajectories": count, **row, **rates}
 
@@ -159,6 +177,7 @@ def main() -> None:
     for row in (small, whole):
         rate = f"{row['turns_per_second']:.0f} turns/s, {row['turns_per_cpu_second']:.0f} a CPU second"
         print(f"{row['trajectories']:>8} trajectories: {rate}, {row['turns']} turns, peak {row['peak_mib']:.0f} MiB")
+        print(f"{row['bytes_per_turn']:>14.0f} bytes a turn; {row['bytes_per_turn_repeated']:.0f} with repeated states")
     print(f"memory grows by {growth:.0f} bytes a turn; target {TARGET:.0f} turns/s on one core")
 
 

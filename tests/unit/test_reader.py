@@ -101,11 +101,15 @@ GOOD = row({"role": "assistant", "content": "ok"})
         ('{"messages": [], "x": ' + "[" * 101 + "]" * 101 + "}", "too_deep"),
         ('{"messages": [], "x": ' + "[" * 200_000 + "]" * 200_000 + "}", "too_deep"),
         ("[1, 2]", "not_an_object"),
-        (row({"role": "assistant", "content": "ok"}, {"role": "wizard", "content": ""}), "unknown_role"),
+        (row({"role": "wizard", "content": ""}, {"role": "assistant", "content": "ok"}), "unknown_role"),
         (row({"role": "assistant", "tool_calls": [call("[1]")]}), "arguments_not_an_object"),
         (row({"role": "assistant", "tool_calls": [call('"{}"')]}), "arguments_not_an_object"),
         (row({"role": "assistant", "tool_calls": [call("{'a': 1}")]}), "arguments_not_json"),
         (row({"role": "assistant", "tool_calls": [call('{"a": 1, "a": 2}')]}), "arguments_not_json"),
+        (row({"role": "assistant", "tool_calls": [call('{"a": NaN}')]}), "arguments_not_json"),
+        (row({"role": "assistant", "tool_calls": [call('{"a": "\\ud800"}')]}), "arguments_not_json"),
+        (row({"role": "assistant", "tool_calls": [call('{"a": ' + "9" * 5000 + "}")]}), "arguments_not_json"),
+        (row({"role": "assistant", "tool_calls": [call("[" * 100_000)]}), "arguments_not_json"),
         (row({"role": "assistant", "tool_calls": [call(None)]}), "arguments_not_an_object"),
         (row({"role": "assistant", "tool_calls": [call(name="")]}), "call_without_name"),
         (row({"role": "assistant", "tool_calls": [call(), call()]}), "duplicate_call_id"),
@@ -120,6 +124,11 @@ GOOD = row({"role": "assistant", "content": "ok"})
         ({**GOOD, "tools": "[{]"}, "bad_tools"),
         ({**GOOD, "messages": {"role": "user"}}, "bad_messages"),
         ({"rows": 1}, "unknown_format"),
+        ({**GOOD, "id": ["x"]}, "bad_id"),
+        (
+            {"responses_create_params": {"input": "u"}, "expected_action": {"type": "reasoning"}},
+            "bad_expected_action",
+        ),
     ],
 )
 def test_a_bad_row_is_skipped_with_its_reason_and_stops_nothing(tmp_path: Path, bad: Any, reason: str) -> None:
