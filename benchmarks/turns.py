@@ -87,20 +87,25 @@ def write(path: Path, count: int, turns: int) -> None:
 def stage(path: Path, run_dir: Path) -> dict[str, float]:
     """Run in a process of its own: its peak memory is that of the stage."""
     from pivotrl.config import Config, Trajectories
+    from pivotrl.trajectories.turn_lines import turns_in
     from pivotrl.turns_stage import run_turns
 
     start, cpu = time.perf_counter(), time.process_time()
     summary = run_turns(Config(trajectories=Trajectories(path=str(path))), run_dir)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"turns": summary["turns"]["kept"], "seconds": seconds, "cpu_seconds": cpu, "peak_mib": peak}
+    start = time.process_time()
+    count = sum(1 for _ in turns_in(run_dir / "turns" / "turns.jsonl"))  # as later stages read them
+    assert count == summary["turns"]["kept"]
+    read = time.process_time() - start
+    return {"turns": count, "seconds": seconds, "cpu_seconds": cpu, "read_cpu_seconds": read, "peak_mib": peak}
 
 
-def stream(path: Path, gib: float) -> dict[str, float]:
-    """Read `gib` GiB of rows that another thread writes into the pipe `path`; the file never exists as a whole."""
+def stream(path: Path, gib: float, turns: int) -> dict[str, float]:
+    """Read `gib` GiB of rows of `turns` turns, which another thread writes into the pipe `path`; no file is ever whole."""
     from pivotrl.trajectories.reader import read_trajectories
 
-    line = json.dumps({"tools": tools(), "messages": list(messages(1, 6)), "meta": {"task_id": 1}})
+    line = json.dumps({"tools": tools(), "messages": list(messages(1, turns)), "meta": {"task_id": 1}})
     rows = max(int(gib * (1 << 30) / (len(line) + 24)), 10)
 
     def feed() -> None:
@@ -148,6 +153,7 @@ def measured(count: int, turns: int) -> dict[str, Any]:
         rates = sizes(path.parent / "run" / "turns", row["turns"])
         rates["turns_per_second"] = row["turns"] / row["seconds"]
         rates["turns_per_cpu_second"] = row["turns"] / row["cpu_seconds"]  # what a core that is ours alone would give
+        rates["read_back_per_cpu_second"] = row["turns"] / row["read_cpu_seconds"]
         return {"trajectories": count, **row, **rates}
 
 
@@ -161,7 +167,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.stream is not None:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps({"benchmark": "turns --stream", **stream(Path(folder) / "rows.jsonl", options.stream)}))
+            figures = stream(Path(folder) / "rows.jsonl", options.stream, options.turns)
+            print(json.dumps({"benchmark": "turns --stream", **figures}))
         return
     if options.stage is not None:
         print(json.dumps(stage(options.stage, options.stage.parent / "run")))
@@ -177,7 +184,8 @@ def main() -> None:
     for row in (small, whole):
         rate = f"{row['turns_per_second']:.0f} turns/s, {row['turns_per_cpu_second']:.0f} a CPU second"
         print(f"{row['trajectories']:>8} trajectories: {rate}, {row['turns']} turns, peak {row['peak_mib']:.0f} MiB")
-        print(f"{row['bytes_per_turn']:>14.0f} bytes a turn; {row['bytes_per_turn_repeated']:.0f} with repeated states")
+        size = f"{row['bytes_per_turn']:.0f} bytes a turn ({row['bytes_per_turn_repeated']:.0f} with repeated states)"
+        print(f"{'':>8} {size}, {row['read_back_per_cpu_second']:.0f} read back a CPU second")
     print(f"memory grows by {growth:.0f} bytes a turn; target {TARGET:.0f} turns/s on one core")
 
 
