@@ -102,7 +102,7 @@ def stage(path: Path, run_dir: Path) -> dict[str, float]:
 
 
 def stream(path: Path, gib: float, turns: int) -> dict[str, float]:
-    """Read `gib` GiB of rows of `turns` turns, which another thread writes into the pipe `path`; no file is ever whole."""
+    """Read `gib` GiB of rows of `turns` turns that another thread writes into the pipe `path`: no file is whole."""
     from pivotrl.trajectories.reader import read_trajectories
 
     line = json.dumps({"tools": tools(), "messages": list(messages(1, turns)), "meta": {"task_id": 1}})

@@ -46,11 +46,11 @@ def messages_from_items(items: list[JsonDict]) -> list[JsonDict]:
                 except RowError as error:
                     messages[-1] = Unreadable("assistant", error)
         else:
-            error = RowError("unsupported_content", f"{where}: item of type {str(kind)[:40]!r}")
+            unknown = RowError("unsupported_content", f"{where}: item of type {str(kind)[:40]!r}")
             if turn is None:
-                messages.append(Unreadable(None, error))
+                messages.append(Unreadable(None, unknown))
             elif messages[-1] is turn:
-                messages[-1] = Unreadable("assistant", error)
+                messages[-1] = Unreadable("assistant", unknown)
     return messages
 
 
