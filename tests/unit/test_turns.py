@@ -216,6 +216,18 @@ def test_filters_by_flag_and_copies_are_audited(tmp_path: Path) -> None:
     assert any("'lasst'" in text and "last" in text for text in conflicts(configured(file, drop=["lasst"]), "turns"))
 
 
+def test_turns_whose_call_failed_can_be_left_out(tmp_path: Path) -> None:
+    """Field report O6. The failure stays in later states: the engine would see it."""
+    failed = [USER, CALLED, {**RESULT, "content": "Error: no such order"}, SAID]
+    file = chat_rows(tmp_path / "x.jsonl", {"id": "a", "messages": failed, "reward": 0}, {"id": "b", "reward": 1})
+    summary = run_turns(configured(file, drop=["next_error"]), tmp_path / "run")
+    assert (summary["turns"]["kept"], summary["turns"]["skipped"]) == (3, {"next_error": 1})
+    kept = list(turns_in(tmp_path / "run/turns/turns.jsonl"))
+    assert [t.id for t in kept] == ["a#1", "b#0", "b#1"] and kept[0].messages[2]["content"].startswith("Error")
+    summary = run_turns(configured(file, drop=["run_failed"]), tmp_path / "run")
+    assert summary["turns"]["skipped"] == {"run_failed": 2}
+
+
 def test_a_trajectory_in_two_splits_is_an_error(tmp_path: Path) -> None:
     def pivot(turn: int) -> dict[str, Any]:
         return {
