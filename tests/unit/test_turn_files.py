@@ -120,3 +120,14 @@ def test_a_state_that_forgets_is_refused(tmp_path: Path) -> None:
         written(tmp_path, [turn(3), other])
     with pytest.raises(ValueError, match="does not begin"):
         written(tmp_path, [turn(5), turn(3)])
+
+
+def test_the_benchmark_measures_what_it_says(tmp_path: Path) -> None:
+    from benchmarks.turns import measured, stream
+
+    row = measured(20, 5)
+    assert (row["trajectories"], row["turns"]) == (20, 100)
+    assert 2 * row["bytes_per_turn"] < row["bytes_per_turn_repeated"]
+    assert min(row[f"{key}_per_cpu_second"] for key in ("turns", "read_back")) > 0
+    figures = stream(tmp_path / "rows.jsonl", 0.0005, 6)
+    assert figures["rows"] > 40 and figures["peak_mib"] >= figures["tenth_mib"] > 0
