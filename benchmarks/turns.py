@@ -58,8 +58,8 @@ def sentence(seed: int, words: int) -> str:
     return " ".join(WORDS[(seed * 7 + i * (seed % 5 + 1)) % len(WORDS)] for i in range(words)) + f" {seed}."
 
 
-def messages(trajectory: int, turns: int) -> Iterator[dict[str, Any]]:
-    """A policy, then user, call, result, answer in turn, until there are `turns` assistant turns."""
+def messages(trajectory: int, turns: int, words: int = 30) -> Iterator[dict[str, Any]]:
+    """A policy, then user, call, result (of `words`), answer in turn, until there are `turns` assistant turns."""
     yield {"role": "system", "content": sentence(1, 120)}
     made = 0
     while made < turns:
@@ -69,7 +69,7 @@ def messages(trajectory: int, turns: int) -> Iterator[dict[str, Any]]:
         function = {"name": f"tool_{seed % 8}", "arguments": arguments}
         call = {"id": f"call_{made}", "type": "function", "function": function}
         yield {"role": "assistant", "content": None, "tool_calls": [call]}
-        yield {"role": "tool", "tool_call_id": f"call_{made}", "content": json.dumps({"result": sentence(seed, 30)})}
+        yield {"role": "tool", "tool_call_id": f"call_{made}", "content": json.dumps({"result": sentence(seed, words)})}
         made += 1
         if made < turns:
             yield {"role": "assistant", "content": sentence(seed + 1, 25)}
@@ -101,11 +101,11 @@ def stage(path: Path, run_dir: Path) -> dict[str, float]:
     return {"turns": count, "seconds": seconds, "cpu_seconds": cpu, "read_cpu_seconds": read, "peak_mib": peak}
 
 
-def stream(path: Path, gib: float, turns: int) -> dict[str, float]:
+def stream(path: Path, gib: float, turns: int, words: int) -> dict[str, float]:
     """Read `gib` GiB of rows of `turns` turns that another thread writes into the pipe `path`: no file is whole."""
     from pivotrl.trajectories.reader import read_trajectories
 
-    line = json.dumps({"tools": tools(), "messages": list(messages(1, turns)), "meta": {"task_id": 1}})
+    line = json.dumps({"tools": tools(), "messages": list(messages(1, turns, words)), "meta": {"task_id": 1}})
     rows = max(int(gib * (1 << 30) / (len(line) + 24)), 10)
 
     def feed() -> None:
@@ -162,12 +162,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=6, help="assistant turns of each (default 6)")
+    parser.add_argument("--words", type=int, default=30, help="of a tool result in --stream (default 30)")
     parser.add_argument("--stage", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--stream", type=float, metavar="GIB", help="read this much through a pipe instead")
     options = parser.parse_args()
     if options.stream is not None:
         with tempfile.TemporaryDirectory() as folder:
-            figures = stream(Path(folder) / "rows.jsonl", options.stream, options.turns)
+            figures = stream(Path(folder) / "rows.jsonl", options.stream, options.turns, options.words)
             print(json.dumps({"benchmark": "turns --stream", **figures}))
         return
     if options.stage is not None:

@@ -129,5 +129,5 @@ def test_the_benchmark_measures_what_it_says(tmp_path: Path) -> None:
     assert (row["trajectories"], row["turns"]) == (20, 100)
     assert 2 * row["bytes_per_turn"] < row["bytes_per_turn_repeated"]
     assert min(row[f"{key}_per_cpu_second"] for key in ("turns", "read_back")) > 0
-    figures = stream(tmp_path / "rows.jsonl", 0.0005, 6)
+    figures = stream(tmp_path / "rows.jsonl", 0.0005, 6, 30)
     assert figures["rows"] > 40 and figures["peak_mib"] >= figures["tenth_mib"] > 0
