@@ -54,15 +54,18 @@ def sides(made: list[State], model: Path, workers: int, folder: Path) -> dict[st
 def measured(trajectories: int, turns: int, model: Path, workers: int, repeats: int) -> dict[str, Any]:
     """States, tokens and the median seconds of each way. Raises `AssertionError` where two differ in an id."""
     made = states(trajectories, turns)
+    alone = list(prompts_of(made, Renderer(model, "hermes")))
     with tempfile.TemporaryDirectory() as folder:
+
+        def checked(name: str, run: Render) -> None:
+            if run() != alone:
+                raise AssertionError(f"{name} gives other ids than one process")
+
         ways = sides(made, model, workers, Path(folder))
-        results = {name: run() for name, run in ways.items()}  # this also fills the full cache
-        alone = results["one process"]
-        for name, prompts in results.items():
-            assert prompts == alone, f"{name} gives other ids than one process"
-        tokens = sum(map(len, alone))
-        del results, alone
-        seconds = {name: median(runs) for name, runs in interleave(ways, repeats, warmup=0).items()}
+        ways["full cache"]()  # fills it
+        runs = {name: partial(checked, name, run) for name, run in ways.items()}
+        seconds = {name: median(each) for name, each in interleave(runs, repeats, warmup=0).items()}
+    tokens = sum(map(len, alone))
     return {"states": len(made), "tokens": tokens, "workers": workers, "seconds": seconds}
 
 

@@ -198,6 +198,6 @@ def test_the_rendering_benchmark_compares_every_way(
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["states"] == 45 and row["tokens"] > 45 * 500
     assert list(row["seconds"]) == ["one process", "2 processes", "one process, empty cache", "full cache"]
-    monkeypatch.setattr(rendering, "prompts_of", lambda states, renderer, workers, cache: [(workers,)])
+    monkeypatch.setattr(rendering, "prompts_of", lambda states, renderer, workers=1, cache=None: [(workers,)])
     with pytest.raises(AssertionError, match="2 processes gives other ids"):
         rendering.main()
