@@ -2,7 +2,8 @@
 
 Runs the stage twice, each in a process of its own: on a tenth of the trajectories and on all of them. Turns a second
 come from the whole run (reading, splits, flags, deduplication, files). Growth is the difference of the two peaks over
-that of the turns; what may grow is the index of ids, tasks and turns seen (16 to 32 bytes each).
+that of the turns; what may grow is the index of ids, tasks and turns seen (16 to 32 bytes each). Bytes a turn are those
+of turns.jsonl and messages.jsonl, beside what rows that repeat their states would take.
 
 `--stream GIB` sends that much through a pipe into the reader alone, and prints its peak after a tenth and at the end.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -56,8 +58,8 @@ def sentence(seed: int, words: int) -> str:
     return " ".join(WORDS[(seed * 7 + i * (seed % 5 + 1)) % len(WORDS)] for i in range(words)) + f" {seed}."
 
 
-def messages(trajectory: int, turns: int) -> Iterator[dict[str, Any]]:
-    """A policy, then user, call, result, answer in turn, until there are `turns` assistant turns."""
+def messages(trajectory: int, turns: int, words: int = 30) -> Iterator[dict[str, Any]]:
+    """A policy, then user, call, result (of `words`), answer in turn, until there are `turns` assistant turns."""
     yield {"role": "system", "content": sentence(1, 120)}
     made = 0
     while made < turns:
@@ -67,7 +69,7 @@ def messages(trajectory: int, turns: int) -> Iterator[dict[str, Any]]:
         function = {"name": f"tool_{seed % 8}", "arguments": arguments}
         call = {"id": f"call_{made}", "type": "function", "function": function}
         yield {"role": "assistant", "content": None, "tool_calls": [call]}
-        yield {"role": "tool", "tool_call_id": f"call_{made}", "content": json.dumps({"result": sentence(seed, 30)})}
+        yield {"role": "tool", "tool_call_id": f"call_{made}", "content": json.dumps({"result": sentence(seed, words)})}
         made += 1
         if made < turns:
             yield {"role": "assistant", "content": sentence(seed + 1, 25)}
@@ -85,20 +87,25 @@ def write(path: Path, count: int, turns: int) -> None:
 def stage(path: Path, run_dir: Path) -> dict[str, float]:
     """Run in a process of its own: its peak memory is that of the stage."""
     from pivotrl.config import Config, Trajectories
+    from pivotrl.trajectories.turn_lines import turns_in
     from pivotrl.turns_stage import run_turns
 
     start, cpu = time.perf_counter(), time.process_time()
     summary = run_turns(Config(trajectories=Trajectories(path=str(path))), run_dir)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"turns": summary["turns"]["kept"], "seconds": seconds, "cpu_seconds": cpu, "peak_mib": peak}
+    start = time.process_time()
+    count = sum(1 for _ in turns_in(run_dir / "turns" / "turns.jsonl"))  # as later stages read them
+    assert count == summary["turns"]["kept"]
+    read = time.process_time() - start
+    return {"turns": count, "seconds": seconds, "cpu_seconds": cpu, "read_cpu_seconds": read, "peak_mib": peak}
 
 
-def stream(path: Path, gib: float) -> dict[str, float]:
-    """Read `gib` GiB of rows that another thread writes into the pipe `path`; the file never exists as a whole."""
+def stream(path: Path, gib: float, turns: int, words: int) -> dict[str, float]:
+    """Read `gib` GiB of rows of `turns` turns that another thread writes into the pipe `path`: no file is whole."""
     from pivotrl.trajectories.reader import read_trajectories
 
-    line = json.dumps({"tools": tools(), "messages": list(messages(1, 6)), "meta": {"task_id": 1}})
+    line = json.dumps({"tools": tools(), "messages": list(messages(1, turns, words)), "meta": {"task_id": 1}})
     rows = max(int(gib * (1 << 30) / (len(line) + 24)), 10)
 
     def feed() -> None:
@@ -121,6 +128,21 @@ def stream(path: Path, gib: float) -> dict[str, float]:
     return {**figures, "tenth_mib": tenth / 1024, "peak_mib": peak / 1024, "growth_bytes_per_row": growth}
 
 
+STATE_BYTES = re.compile(rb'"state_bytes": (\d+), "demonstration"')
+
+
+def sizes(folder: Path, count: int) -> dict[str, float]:
+    """Bytes a turn of both files, and of one file whose rows would repeat their states."""
+    turns, messages, repeated = folder / "turns.jsonl", folder / "messages.jsonl", 0
+    with turns.open("rb") as file:
+        for line in file:
+            found = STATE_BYTES.search(line)
+            assert found is not None
+            repeated += len(line) + int(found[1])
+    written = turns.stat().st_size + messages.stat().st_size
+    return {"bytes_per_turn": written / count, "bytes_per_turn_repeated": repeated / count}
+
+
 def measured(count: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trajectories.jsonl"
@@ -128,8 +150,10 @@ def measured(count: int, turns: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.turns", "--stage", str(path)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        rates = {"turns_per_second": row["turns"] / row["seconds"]}
+        rates = sizes(path.parent / "run" / "turns", row["turns"])
+        rates["turns_per_second"] = row["turns"] / row["seconds"]
         rates["turns_per_cpu_second"] = row["turns"] / row["cpu_seconds"]  # what a core that is ours alone would give
+        rates["read_back_per_cpu_second"] = row["turns"] / row["read_cpu_seconds"]
         return {"trajectories": count, **row, **rates}
 
 
@@ -138,12 +162,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=6, help="assistant turns of each (default 6)")
+    parser.add_argument("--words", type=int, default=30, help="of a tool result in --stream (default 30)")
     parser.add_argument("--stage", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--stream", type=float, metavar="GIB", help="read this much through a pipe instead")
     options = parser.parse_args()
     if options.stream is not None:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps({"benchmark": "turns --stream", **stream(Path(folder) / "rows.jsonl", options.stream)}))
+            figures = stream(Path(folder) / "rows.jsonl", options.stream, options.turns, options.words)
+            print(json.dumps({"benchmark": "turns --stream", **figures}))
         return
     if options.stage is not None:
         print(json.dumps(stage(options.stage, options.stage.parent / "run")))
@@ -159,6 +185,8 @@ def main() -> None:
     for row in (small, whole):
         rate = f"{row['turns_per_second']:.0f} turns/s, {row['turns_per_cpu_second']:.0f} a CPU second"
         print(f"{row['trajectories']:>8} trajectories: {rate}, {row['turns']} turns, peak {row['peak_mib']:.0f} MiB")
+        size = f"{row['bytes_per_turn']:.0f} bytes a turn ({row['bytes_per_turn_repeated']:.0f} with repeated states)"
+        print(f"{'':>8} {size}, {row['read_back_per_cpu_second']:.0f} read back a CPU second")
     print(f"memory grows by {growth:.0f} bytes a turn; target {TARGET:.0f} turns/s on one core")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
@@ -90,9 +91,14 @@ class ModelFiles:
             yield f"{path} has no turns: run `pivotrl turns` again"
             return
         from pivotrl.trajectories.schema import Turn
+        from pivotrl.trajectories.turn_lines import with_states
 
         try:
-            turns = [Turn.from_json(json.loads(row)) for row in {*shortest, *longest}]
+            rows = [json.loads(row) for _, row in sorted({*shortest, *longest})]
+            turns = [Turn.from_json(row) for row in with_states(path, rows)]
+        except UserError as error:
+            yield str(error)
+            return
         except (ValueError, KeyError, TypeError) as error:
             yield f"{path}: a row is no turn ({type(error).__name__}: {error}); run `pivotrl turns` again"
             return
@@ -115,14 +121,19 @@ class ModelFiles:
             )
 
 
-def _extremes(path: Path) -> tuple[list[bytes], list[bytes]]:
-    """The shortest and the longest rows of a file, in bounded memory."""
+_STATE_BYTES = re.compile(rb'"state_bytes": (\d+), "demonstration"')
+
+
+def _extremes(path: Path) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
+    """(number, row) of the turns with the shortest and the longest states, in bounded memory."""
     shortest: list[tuple[int, int, bytes]] = []  # of a max-heap, by negated length
     longest: list[tuple[int, int, bytes]] = []
     with path.open("rb") as file:
         for number, line in zip(range(_TURNS_READ), file, strict=False):
             if not line.strip():
                 continue
-            for heap, key in ((longest, len(line)), (shortest, -len(line))):
+            told = _STATE_BYTES.search(line)
+            size = int(told[1]) if told else len(line)  # a row that holds its state itself
+            for heap, key in ((longest, size), (shortest, -size)):
                 (heapq.heappush if len(heap) < _SAMPLES else heapq.heappushpop)(heap, (key, number, line))
-    return [row for *_, row in shortest], [row for *_, row in longest]
+    return [(number, row) for _, number, row in shortest], [(number, row) for _, number, row in longest]

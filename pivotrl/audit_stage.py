@@ -11,9 +11,10 @@ from typing import Any
 
 from pivotrl.config import Config, VerifierConfig
 from pivotrl.errors import UserError
-from pivotrl.io import read_jsonl, write_json, write_jsonl
+from pivotrl.io import write_json, write_jsonl
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.trajectories.schema import Action, Turn
+from pivotrl.trajectories.turn_lines import turns_in
 from pivotrl.verifiers.audit import audit
 from pivotrl.verifiers.base import Verifier
 from pivotrl.verifiers.registry import get_verifier
@@ -31,7 +32,7 @@ def run_audit(cfg: Config, run_dir: Path) -> dict[str, Any]:
     path = run_dir / "turns" / "turns.jsonl"
     if not path.is_file():
         raise UserError(f"{path} does not exist: give trajectories.path=FILE, or run `pivotrl turns` first")
-    turns = draw_turns([Turn.from_json(row) for row in read_jsonl(path)], cfg.audit.max_turns, cfg.seed)
+    turns = draw_turns(list(turns_in(path)), cfg.audit.max_turns, cfg.seed)
     with ExitStack() as stack:
         verifier = open_verifier(cfg.domain.verifier, stack)
         truth = find_truth(cfg, verifier, turns)

@@ -76,7 +76,8 @@ _STAGES = (
         "run_turns",
         "Read trajectories, split them by task and cut them into turns (D_cand).",
         "trajectories.path (file, folder or glob); without one, the expert of environment.name makes them",
-        "turns/turns.jsonl, turns/skipped.jsonl (what was left out, and why), turns/summary.json",
+        "turns/turns.jsonl, turns/messages.jsonl (their states), turns/skipped.jsonl (what was left out, and why), "
+        "turns/summary.json",
         ("trajectories.path", "trajectories.format", "trajectories.warmup_fraction", "domain=..."),
         "pivotrl turns trajectories.path=data/airline.jsonl run_dir=runs/airline",
         ("seed", "trajectories", "environment", "domain", "model"),

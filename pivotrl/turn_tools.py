@@ -13,6 +13,7 @@ from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl, write_jsonl
 from pivotrl.trajectories.gym_rows import gym_row, unlisted_tools
 from pivotrl.trajectories.schema import Action, JsonDict, Turn
+from pivotrl.trajectories.turn_lines import turns_in, with_states
 
 TAIL_TOKENS = 32  # of the prompt, shown one by one
 SHOWN_CHARACTERS = 2000  # of one message
@@ -31,10 +32,7 @@ def export_gym(run_dir: Path, output: Path, agent: str | None = None) -> dict[st
     found: set[str] = set()
 
     def rows() -> Iterator[JsonDict]:
-        for row in read_jsonl(_turns_file(run_dir)):
-            if row["id"] not in rewards:
-                continue
-            turn = Turn.from_json(row)
+        for turn in turns_in(_turns_file(run_dir), ids=rewards):
             found.add(turn.id)
             if unlisted_tools(turn):
                 left_out["tool_not_listed"] += 1
@@ -59,10 +57,11 @@ def find_turn(run_dir: Path, turn_id: str) -> Turn:
     """The turn of a run. Raises `UserError` that says why it was skipped, or which ids are near."""
     start = f'{{"id": {json.dumps(turn_id, ensure_ascii=False)},'.encode()
     near: list[str] = []
-    with _turns_file(run_dir).open("rb") as file:
+    path = _turns_file(run_dir)
+    with path.open("rb") as file:
         for line in file:
             if line.startswith(start):
-                return Turn.from_json(json.loads(line))
+                return Turn.from_json(next(with_states(path, [json.loads(line)])))
             if len(near) < 5 and turn_id.partition("#")[0].encode() in line[:400]:
                 near.append(json.loads(line)["id"])
     for row in read_jsonl(run_dir / "turns" / "skipped.jsonl"):

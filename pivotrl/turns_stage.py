@@ -1,4 +1,4 @@
-"""The `turns` stage: trajectories -> run_dir/turns/{turns,skipped}.jsonl and summary.json (the commit mark)."""
+"""The `turns` stage: trajectories -> run_dir/turns/{turns,messages,skipped}.jsonl and, as commit mark, summary.json."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pivotrl.io import write_json, write_jsonl
 from pivotrl.trajectories.duplicates import DigestSet, TurnDigests
 from pivotrl.trajectories.formats.openai_chat import to_row
 from pivotrl.trajectories.reader import Skip, read_trajectories
-from pivotrl.trajectories.schema import Trajectory, Turn
+from pivotrl.trajectories.schema import Defect, Trajectory, Turn
 from pivotrl.trajectories.splits import SPLITS, SplitLedger, TaskSplits
 from pivotrl.trajectories.spool import Spool
-from pivotrl.trajectories.turn_lines import TurnLines
+from pivotrl.trajectories.turn_lines import MESSAGES, TurnWriter
 from pivotrl.trajectories.turns import split_turns
 
 
@@ -38,14 +38,17 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
     path, unshown = _source(cfg, out)
     splits = TaskSplits(cfg.seed, cfg.trajectories.warmup_fraction, cfg.trajectories.validation_fraction)
     audit = _Audit()
-    temporary = [out / "turns.jsonl.tmp", out / "skipped.jsonl.tmp"]
+    temporary = [out / f"{name}.tmp" for name in (MESSAGES, "turns.jsonl", "skipped.jsonl")]
     with Spool(out) as spool:
         for item in chain(unshown, _kept_or_skipped(cfg, path)):
             audit.add(item)
             spool.add(item)
             if isinstance(item, Trajectory):
                 splits.add(item.task_id)
-        with temporary[0].open("wb") as turns, temporary[1].open("w", encoding="utf-8") as skipped:
+        with (
+            TurnWriter(turns=temporary[1], messages=temporary[0]) as turns,
+            temporary[2].open("w", encoding="utf-8") as skipped,
+        ):
             _cut(cfg, spool, splits, audit, turns, skipped)
     for file in temporary:
         file.replace(file.with_suffix(""))
@@ -60,10 +63,10 @@ def run_turns(cfg: config.Config, run_dir: Path) -> dict[str, Any]:
 
 
 def _cut(
-    cfg: config.Config, spool: Spool, splits: TaskSplits, audit: _Audit, turns: IO[bytes], skipped: IO[str]
+    cfg: config.Config, spool: Spool, splits: TaskSplits, audit: _Audit, turns: TurnWriter, skipped: IO[str]
 ) -> None:
-    """Trajectories -> lines of turns.jsonl and skipped.jsonl."""
-    ledger, lines, digests = SplitLedger(), TurnLines(), TurnDigests()
+    """Trajectories -> turns, and lines of skipped.jsonl."""
+    ledger, digests = SplitLedger(), TurnDigests()
     seen = DigestSet() if cfg.trajectories.deduplicate else None
     for item in spool:
         if isinstance(item, Skip):
@@ -71,13 +74,21 @@ def _cut(
             continue
         split = splits.of(item.task_id)
         ledger.add(item, split)
+        if item.defect is not None:
+            _write(skipped, {"kind": "rest", **_rest(item, item.defect).to_json()})
         for found in split_turns(item, split):
             turn = _filtered(found, cfg.trajectories.drop, seen, digests)
             audit.add_turn(turn)
             if isinstance(turn, Skip):
                 _write(skipped, {"kind": "turn", **turn.to_json()})
             else:
-                turns.write(lines.line(turn))
+                turns.write(turn)
+
+
+def _rest(item: Trajectory, defect: Defect) -> Skip:
+    """What follows the defect of a trajectory whose first turns are kept."""
+    name, _, line = item.source.rpartition(":")
+    return Skip(name, int(line), item.id, defect.reason, f"{defect.detail}; {defect.turns} turns from there on")
 
 
 def _filtered(turn: Turn | Skip, drop: list[str], seen: DigestSet | None, digests: TurnDigests) -> Turn | Skip:
@@ -164,6 +175,7 @@ class _Audit:
         self.skipped_turns: Counter[str] = Counter()
         self.by_split: Counter[str] = Counter(dict.fromkeys(SPLITS, 0))
         self.by_flag: Counter[str] = Counter()
+        self.cut_short: Counter[str] = Counter()  # trajectories kept up to a defect
         self.files: dict[str, Counter[str]] = {}
 
     def add(self, item: Trajectory | Skip) -> None:
@@ -178,6 +190,8 @@ class _Audit:
         else:
             self.kept += 1
             file["kept"] += 1
+            if item.defect is not None:
+                self.cut_short[item.defect.reason] += 1
 
     def add_turn(self, item: Turn | Skip) -> None:
         self.candidates += 1
@@ -199,6 +213,7 @@ class _Audit:
                 "by_split": dict(self.by_split),
                 "flags": dict(sorted(self.by_flag.items())),
             },
+            "cut_short": dict(sorted(self.cut_short.items())),
             "tasks": tasks,
             "files": {name: dict(counts) for name, counts in self.files.items()},
         }

@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from pivotrl.io import read_jsonl
 from pivotrl.local_rollouts import seed_for
 from pivotrl.rendering.chat import Renderer
 from pivotrl.rollouts import read_rollouts
-from pivotrl.trajectories.schema import Turn
+from pivotrl.trajectories.turn_lines import turns_in
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def read_sampled(run_dir: Path, renderer: Renderer, limit: int, seed: int) -> li
             break
         wanted.add(turn_id)
         total += counts[turn_id]
-    turns = (Turn.from_json(row) for row in read_jsonl(run_dir / "turns" / "turns.jsonl") if row["id"] in wanted)
+    turns = turns_in(run_dir / "turns" / "turns.jsonl", ids=wanted)
     prompts = {turn.id: tuple(renderer.prompt_ids(turn.messages, turn.tools)) for turn in turns}
     return [
         Sampled(r.turn_id, prompts[r.turn_id], r.completion.token_ids, r.verdict.reward)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pivotrl.errors import UserError
 from pivotrl.io import whole_rows
 from pivotrl.stages import STAGES
+from pivotrl.trajectories.turn_lines import with_states
 
 JsonDict = dict[str, Any]
 STAGE_ORDER = tuple(STAGES)
@@ -162,7 +164,11 @@ def _read_turns_to_show(data: RunData) -> None:
     listed = {str(row["turn_id"]) for _, rows in ranked(data) for row in rows}
     if not ids | listed:
         return
-    turns = {t["id"]: t for t in _rows_about(data.run_dir / "turns" / "turns.jsonl", ids, "id")}
+    path = data.run_dir / "turns" / "turns.jsonl"
+    try:
+        turns = {turn["id"]: turn for turn in with_states(path, _rows_about(path, ids, "id"))}
+    except UserError:  # the turns are being cut anew: their examples wait for the next report
+        turns = {}
     rollouts: dict[str, list[JsonDict]] = {}
     for row in _rows_about(data.run_dir / "profile" / "rollouts.jsonl", ids | listed, "turn_id"):
         if row["turn_id"] in ids:

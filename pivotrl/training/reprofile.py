@@ -108,7 +108,7 @@ class Reprofiler:
     def states_of(self, ids: set[str]) -> list[State]:
         """Turns with their prompts, in the order of the prompt trie. Prompts were rendered before and are cached."""
         cfg = self.cfg
-        turns = [t for t in turns_in(self.run_dir / "turns" / "turns.jsonl", "train") if t.id in ids]
+        turns = list(turns_in(self.run_dir / "turns" / "turns.jsonl", "train", ids))
         states, skipped = states_of(draw_turns(turns, None, cfg.seed), cfg, self.run_dir, self.renderer, self.verifier)
         if skipped or len(states) != len(ids):
             names = sorted(ids - {s.turn.id for s in states})

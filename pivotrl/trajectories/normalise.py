@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pivotrl.trajectories import strict_json
-from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
+from pivotrl.trajectories.schema import Action, Defect, JsonDict, ToolCall
 
 
 class RowError(Exception):
@@ -19,6 +19,14 @@ class RowError(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+class Unreadable(dict[str, Any]):
+    """A message that a format could not read, in its place among the others: its `role` alone, and why."""
+
+    def __init__(self, role: Any, error: RowError) -> None:
+        super().__init__(role=role)
+        self.error = error
 
 
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -155,30 +163,97 @@ class _Pending:
 
 def messages_of(raw: Any) -> list[JsonDict]:
     """OpenAI chat messages -> schema messages. Raises `RowError` (unknown role, orphan result, bad arguments...)."""
+    result, error = _readable(raw)
+    if error is not None:
+        raise error
+    _require_turn(result)
+    return result
+
+
+def read_messages(raw: Any) -> tuple[list[JsonDict], Defect | None]:
+    """OpenAI chat messages -> schema messages up to the first that cannot be read, and that defect.
+
+    Raises `RowError` where no assistant turn stands before it. An assistant turn goes with its broken pieces, and with
+    a result that none of its calls asked for: such a turn has lost a call.
+    """
+    result, error = _readable(raw)
+    if error is None:
+        _require_turn(result)
+        return result, None
+    kept = result[: _cut(raw, result, error.reason)]
+    if not any(message["role"] == "assistant" for message in kept):
+        raise error
+    return kept, Defect(error.reason, error.detail, _turns(raw[len(kept) :]))
+
+
+def _readable(raw: Any) -> tuple[list[JsonDict], RowError | None]:
+    """One schema message for each of the raw ones before the first that cannot be read, and why that one cannot."""
     if not isinstance(raw, list):
         raise RowError("bad_messages", f"messages is a {type(raw).__name__}, not a list")
     result: list[JsonDict] = []
     pending = _Pending()
-    for i, message in enumerate(raw):
-        where = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role in ("system", "developer", "user"):
-            role = "user" if role == "user" else "system"
-            result.append({"role": role, "content": text_of(message.get("content"), where)})
-        elif role == "assistant":
-            result.append(assistant_message(message, where))
-            pending.add(result[-1].get("tool_calls", ()), where)
-        elif role in ("tool", "function"):
-            call = pending.take(message.get("tool_call_id"), message.get("name"), where)
-            content = text_of(message.get("content"), where)
-            result.append({"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": content})
-            if message.get("is_error") is True:
-                result[-1]["is_error"] = True
-        else:
-            raise RowError("unknown_role", f"{where}: {str(role)[:80]!r}")
-    if not any(message["role"] == "assistant" for message in result):
-        raise RowError("no_assistant_turn", f"{len(result)} messages, none by the assistant")
-    return result
+    try:
+        for i, message in enumerate(raw):
+            result.append(_message(message, f"messages[{i}]", pending))
+    except RowError as error:
+        return result, error
+    return result, None
+
+
+def _message(message: Any, where: str, pending: _Pending) -> JsonDict:
+    if isinstance(message, Unreadable):
+        raise message.error
+    role = message.get("role") if isinstance(message, dict) else None
+    if role in ("system", "developer", "user"):
+        role = "user" if role == "user" else "system"
+        return {"role": role, "content": text_of(message.get("content"), where)}
+    if role == "assistant":
+        said = assistant_message(message, where)
+        pending.add(said.get("tool_calls", ()), where)
+        return said
+    if role in ("tool", "function"):
+        call = pending.take(message.get("tool_call_id"), message.get("name"), where)
+        content = text_of(message.get("content"), where)
+        result = {"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": content}
+        if message.get("is_error") is True:
+            result["is_error"] = True
+        return result
+    raise RowError("unknown_role", f"{where}: {str(role)[:80]!r}")
+
+
+def _require_turn(messages: list[JsonDict]) -> None:
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowError("no_assistant_turn", f"{len(messages)} messages, none by the assistant")
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _cut(raw: list[Any], result: list[JsonDict], reason: str) -> int:
+    """How many messages stand before the turn that the message `raw[len(result)]` breaks."""
+    cut = len(result)
+    if reason == "orphan_tool_result":
+        while cut and result[cut - 1]["role"] == "tool":
+            cut -= 1
+        if not cut or result[cut - 1]["role"] != "assistant":
+            return len(result)  # no turn is near that could have lost its call
+        cut -= 1
+    elif _role(raw[cut]) != "assistant":
+        return cut
+    while cut and result[cut - 1]["role"] == "assistant" and "tool_calls" not in result[cut - 1]:
+        cut -= 1  # earlier pieces of the same turn
+    return cut
+
+
+def _turns(raw: list[Any]) -> int:
+    """Assistant turns among raw messages, where pieces of one model call count once (see `turns.merge_pieces`)."""
+    count, joined = 0, False
+    for message in raw:
+        is_turn = _role(message) == "assistant"
+        count += is_turn and not joined
+        joined = is_turn and not (message.get("tool_calls") or message.get("function_call"))
+    return count
 
 
 def tools_of(raw: Any) -> list[JsonDict]:

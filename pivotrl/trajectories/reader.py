@@ -112,6 +112,7 @@ def _read_row(file: Path, prefix: str, raw: RawRow, format: str) -> Iterator[Tra
                 task_id=parsed.task_id or identity,
                 meta=parsed.meta,
                 source=f"{file}:{raw.line}",
+                defect=parsed.defect,
             )
         except RowError as error:
             yield Skip(str(file), raw.line, identity, error.reason, error.detail)

@@ -59,8 +59,17 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Defect:
+    """Where a record breaks. What is before it stands; from there on no state can be trusted, so no turn is made."""
+
+    reason: str  # machine name, as of skips
+    detail: str
+    turns: int  # assistant turns from there on
+
+
+@dataclass(frozen=True)
 class Trajectory:
-    """A whole recorded run, in the message shape of this module."""
+    """A whole recorded run, in the message shape of this module; up to its defect, where it has one."""
 
     id: str
     domain: str
@@ -69,6 +78,7 @@ class Trajectory:
     task_id: str  # splits are by task: runs of one task never sit on both sides
     meta: JsonDict = field(default_factory=dict)
     source: str = ""  # "file:line"
+    defect: Defect | None = None
 
 
 @dataclass(frozen=True)

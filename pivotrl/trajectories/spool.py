@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from pivotrl.trajectories.reader import Skip
-from pivotrl.trajectories.schema import JsonDict, Trajectory
+from pivotrl.trajectories.schema import Defect, JsonDict, Trajectory
 
 _LENGTH = struct.Struct("<Q")
 _VERSION = 2  # of marshal: equal bytes mean equal values (later versions add references to what came before)
@@ -42,7 +42,8 @@ class Spool:
         tools = marshal.dumps(item.tools, _VERSION)
         same, self._tools = tools == self._tools, tools
         head = (item.id, item.domain, item.messages, None if same else item.tools)
-        self._write((*head, item.task_id, item.meta, item.source))
+        defect = None if item.defect is None else astuple(item.defect)
+        self._write((*head, item.task_id, item.meta, item.source, defect))
 
     def _write(self, row: tuple[Any, ...]) -> None:
         data = marshal.dumps(row, _VERSION)
@@ -58,4 +59,5 @@ class Spool:
                 yield Skip(*row)
                 continue
             tools = tools if row[3] is None else row[3]
-            yield Trajectory(row[0], row[1], row[2], tools, row[4], row[5], row[6])
+            defect = None if row[7] is None else Defect(*row[7])
+            yield Trajectory(row[0], row[1], row[2], tools, row[4], row[5], row[6], defect)

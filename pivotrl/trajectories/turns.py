@@ -42,17 +42,20 @@ def _merged(messages: list[JsonDict]) -> list[tuple[JsonDict, list[int]]]:
 def split_turns(trajectory: Trajectory, split: str) -> Iterator[Turn | Skip]:
     """A `Turn` for each assistant turn (state: all messages before it, thinking kept: the template drops it), or a
     `Skip`: `empty_action`, `unclosed_thinking`, `not_a_boundary` (see `merge_pieces`), `empty_state`, or what a reader
-    found (`meta.unusable_messages`: index of a message -> "reason" or "reason: detail").
+    found (`meta.unusable_messages`: index of a message -> "reason" or "reason: detail"), and one for each turn from the
+    trajectory's defect on.
     """
     merged = _merged(trajectory.messages)
     messages = [message for message, _ in merged]
     marked = trajectory.meta.get("unusable_messages")
     unusable = marked if isinstance(marked, dict) else {}
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    name, _, line = trajectory.source.rpartition(":")
+    name, _, number = trajectory.source.rpartition(":")
+    line = int(number) if number.isdigit() else 0
     seen: set[str] = set()
     for depth, place in enumerate(places):
-        flags = turn_flags(messages, place, place == places[-1], seen, trajectory.meta.get("reward"))
+        last = place == places[-1] and not (trajectory.defect and trajectory.defect.turns)
+        flags = turn_flags(messages, place, last, seen, trajectory.meta.get("reward"))
         if trajectory.meta.get("text_syntax") is True:
             flags.append("text_syntax")
         if trajectory.meta.get("only_last_turn") and place != places[-1]:
@@ -61,7 +64,7 @@ def split_turns(trajectory: Trajectory, split: str) -> Iterator[Turn | Skip]:
         why = next((str(unusable[str(i)]) for i in merged[place][1] if str(i) in unusable), None)
         problem = _problem(messages, place) if why is None else _split_reason(why)
         if problem is not None:
-            yield Skip(name, int(line) if line.isdigit() else 0, identity, *problem)
+            yield Skip(name, line, identity, *problem)
             continue
         yield Turn(
             id=identity,
@@ -76,6 +79,9 @@ def split_turns(trajectory: Trajectory, split: str) -> Iterator[Turn | Skip]:
             source=trajectory.source,
             flags=flags,
         )
+    if defect := trajectory.defect:
+        for depth in range(len(places), len(places) + defect.turns):
+            yield Skip(name, line, f"{trajectory.id}#{depth}", defect.reason, defect.detail)
 
 
 def _split_reason(why: str) -> tuple[str, str]:

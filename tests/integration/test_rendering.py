@@ -183,3 +183,21 @@ def test_a_template_that_opens_thinking(smollm2_tokenizer: Path, tmp_path: Path)
     prompt = renderer.prompt_text([{"role": "user", "content": "u"}, said, {"role": "user", "content": "v"}], [])
     assert "secret" not in prompt and prompt.endswith("<|im_start|>assistant\n<think>\n")
     assert renderer.parse(renderer.tokenizer.encode("cut off")).problems == ("unclosed_thinking",)
+
+
+def test_the_rendering_benchmark_compares_every_way(
+    smollm2_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import rendering
+
+    monkeypatch.setattr(prompts, "PARALLEL_FROM", 40)
+    monkeypatch.setattr(rendering, "resolve_model", lambda path: smollm2_tokenizer)
+    words = ["rendering", "--json", "--trajectories", "9", "--turns", "5", "--workers", "2", "--repeats", "1"]
+    monkeypatch.setattr("sys.argv", words)
+    rendering.main()
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert row["states"] == 45 and row["tokens"] > 45 * 500
+    assert list(row["seconds"]) == ["one process", "2 processes", "one process, empty cache", "full cache"]
+    monkeypatch.setattr(rendering, "prompts_of", lambda states, renderer, workers=1, cache=None: [(workers,)])
+    with pytest.raises(AssertionError, match="2 processes gives other ids"):
+        rendering.main()

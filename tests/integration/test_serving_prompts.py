@@ -6,7 +6,6 @@ vLLM's side is its request model, its message parsing and its template call, in 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,23 +47,19 @@ DROPS_THINKING = """{%- set ns = namespace(last=-1) -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}"""
 
-ALL = bool(os.environ.get("PIVOTRL_ALL_STATES"))  # every state of every file: minutes
-EVERY = 16  # of the states of a file, by default; of a short file all
-LONGEST = 40_000  # characters of a state, by default
+ENCODED = 8  # one of so many texts is encoded too: equal texts have equal ids
 NO_TURNS = ("ood", "LICENSES")
 
 
 def states(shared: Path) -> Iterator[Turn]:
-    """States of all shared files; where there is thinking, once more as they are after the user has spoken."""
+    """All states of all shared files; where there is thinking, once more as they are after the user has spoken."""
     files = [p for p in sorted(shared.rglob("*.*")) if p.suffix in (".jsonl", ".json", ".traj")]
     for file in files:
         if file.parent.name in NO_TURNS or file.name == "EXPECTED.json":
             continue
         items = [i for i in read_trajectories(str(file)) if isinstance(i, Trajectory)]
         turns = [t for i in items for t in split_turns(i, "train") if isinstance(t, Turn)]
-        for turn in turns if ALL else turns[:: 1 + len(turns) // EVERY]:
-            if not ALL and sum(len(m.get("content", "")) for m in turn.messages) > LONGEST:
-                continue
+        for turn in turns:
             yield turn
             if any("thinking" in message for message in turn.messages):
                 yield replace(turn, messages=[*turn.messages, {"role": "user", "content": "Go on."}])
@@ -138,7 +133,7 @@ def test_states_are_what_the_chat_endpoint_renders(
     for turn in states(shared_data):
         ours, theirs = renderer.prompt_text(turn.messages, turn.tools), served_text(turn, renderer.tokenizer, text)
         count += 1
-        if ours != theirs or not ALL or count % 8 == 0:  # equal texts have equal ids: of all states, some are enough
+        if ours != theirs or count % ENCODED == 0:
             ids = renderer.tokenizer.encode(theirs, add_special_tokens=False)
             difference = first_difference(renderer.prompt_ids(turn.messages, turn.tools), ids, renderer.tokenizer)
             assert difference is None and ours == theirs, f"{turn.id}: {difference}"
@@ -146,8 +141,7 @@ def test_states_are_what_the_chat_endpoint_renders(
         if thinking:
             shown = thinking[0] in ours
             kept, dropped = kept + shown, dropped + (not shown)
-    print(f"{count} states, {template}")
-    assert count > 250 and dropped > 20 and (kept > 20 if template == "drops_thinking" else kept == 0)
+    assert count > 1600 and dropped > 20 and (kept > 20 if template == "drops_thinking" else kept == 0)
 
 
 def test_the_checker_names_the_first_token_that_differs(smollm2_tokenizer: Path) -> None:

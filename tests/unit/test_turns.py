@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from pivotrl import config
 from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl
-from pivotrl.profiling.stage import read_turns
 from pivotrl.trajectories.duplicates import DigestSet
 from pivotrl.trajectories.flags import is_error
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Trajectory, Turn
 from pivotrl.trajectories.splits import TaskSplits
 from pivotrl.trajectories.spool import Spool
-from pivotrl.trajectories.turn_lines import TurnLines
+from pivotrl.trajectories.turn_lines import turns_in
 from pivotrl.trajectories.turns import merge_pieces, split_turns
 from pivotrl.turns_stage import run_turns
 from pivotrl.validation import conflicts
@@ -66,6 +65,15 @@ def test_turns_that_are_none_are_skipped_with_reasons() -> None:
         "empty_state", "T#1", "not_a_boundary", "empty_action",
     ]  # fmt: skip
     assert isinstance(items[0], Skip) and (items[0].source, items[0].line) == ("file.jsonl", 3)
+
+
+def test_thinking_that_never_ends_is_no_demonstration() -> None:
+    """It stays in later states as it stands; so does a call that got no result."""
+    cut_off = {"role": "assistant", "content": "<think>so"}
+    first, second, third = turns(USER, cut_off, USER, CALLED, USER, SAID)
+    assert isinstance(first, Skip) and (first.id, first.reason) == ("T#0", "unclosed_thinking")
+    assert isinstance(second, Turn) and second.messages == [USER, cut_off, USER]
+    assert isinstance(third, Turn) and third.messages[3] == CALLED and second.flags == []
 
 
 def test_rows_of_one_turn_give_one_turn() -> None:
@@ -114,7 +122,7 @@ def configured(path: Path, **settings: Any) -> config.Config:
 
 def test_stage_accounts_for_every_row(shared_data: Path, tmp_path: Path) -> None:
     summary = run_turns(configured(shared_data / "tau_bench", min_reward=0.5), tmp_path)
-    rows = [Turn.from_json(row) for row in read_jsonl(tmp_path / "turns/turns.jsonl")]
+    rows = list(turns_in(tmp_path / "turns/turns.jsonl"))
     skipped = list(read_jsonl(tmp_path / "turns/skipped.jsonl"))
     count = summary["trajectories"]
     assert count["read"] == count["kept"] + sum(count["skipped"].values()) == 48 + 44 + 8 + 2
@@ -130,6 +138,12 @@ def test_stage_accounts_for_every_row(shared_data: Path, tmp_path: Path) -> None
     assert {row.split for row in rows} == {"warmup", "train", "validation"}
     assert json.loads((tmp_path / "turns/summary.json").read_text()) == summary
     assert sum(f["read"] for f in summary["files"].values()) == count["read"]
+
+
+def test_a_run_without_a_reward_is_not_taken_for_a_good_one(tmp_path: Path) -> None:
+    rows = [{"id": "a"}, {"id": "b", "reward": 1}, {"id": "c", "reward": True}, {"id": "d", "reward": 0.4}]
+    summary = run_turns(configured(chat_rows(tmp_path / "x.jsonl", *rows), min_reward=0.5), tmp_path / "run")
+    assert summary["trajectories"] == {"read": 4, "kept": 1, "skipped": {"low_reward": 1, "no_reward": 2}}
 
 
 def test_no_kept_turn_is_an_error_with_an_audit(tmp_path: Path) -> None:
@@ -202,6 +216,18 @@ def test_filters_by_flag_and_copies_are_audited(tmp_path: Path) -> None:
     assert any("'lasst'" in text and "last" in text for text in conflicts(configured(file, drop=["lasst"]), "turns"))
 
 
+def test_turns_whose_call_failed_can_be_left_out(tmp_path: Path) -> None:
+    """Field report O6. The failure stays in later states: the engine would see it."""
+    failed = [USER, CALLED, {**RESULT, "content": "Error: no such order"}, SAID]
+    file = chat_rows(tmp_path / "x.jsonl", {"id": "a", "messages": failed, "reward": 0}, {"id": "b", "reward": 1})
+    summary = run_turns(configured(file, drop=["next_error"]), tmp_path / "run")
+    assert (summary["turns"]["kept"], summary["turns"]["skipped"]) == (3, {"next_error": 1})
+    kept = list(turns_in(tmp_path / "run/turns/turns.jsonl"))
+    assert [t.id for t in kept] == ["a#1", "b#0", "b#1"] and kept[0].messages[2]["content"].startswith("Error")
+    summary = run_turns(configured(file, drop=["run_failed"]), tmp_path / "run")
+    assert summary["turns"]["skipped"] == {"run_failed": 2}
+
+
 def test_a_trajectory_in_two_splits_is_an_error(tmp_path: Path) -> None:
     def pivot(turn: int) -> dict[str, Any]:
         return {
@@ -262,26 +288,3 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     summary = run_turns(configured(pipe), tmp_path / "run")
     feeder.join()
     assert summary["trajectories"]["read"] == 2
-
-
-def test_states_of_a_trajectory_share_their_messages(shared_data: Path, tmp_path: Path) -> None:
-    run_turns(configured(shared_data / "tau_bench/airline_sft_compact.jsonl"), tmp_path)
-    rows = [row for row in read_jsonl(tmp_path / "turns/turns.jsonl") if row["split"] == "train"]
-    found = read_turns(tmp_path, "train")
-    assert [turn.to_json() for turn in found] == rows
-    by_trajectory: dict[str, list[Turn]] = {}
-    for turn in found:
-        by_trajectory.setdefault(turn.trajectory_id, []).append(turn)
-    for group in by_trajectory.values():
-        assert len({id(message) for turn in group for message in turn.messages}) == len(group[-1].messages)
-    assert len({id(turn.tools) for turn in found}) < len(by_trajectory)
-
-
-def test_lines_are_what_json_writes(shared_data: Path) -> None:
-    lines, count = TurnLines(), 0
-    for item in read_trajectories(str(shared_data / "formats")):
-        for turn in split_turns(item, "train") if isinstance(item, Trajectory) else ():
-            assert isinstance(turn, Turn)
-            assert lines.line(turn) == (json.dumps(turn.to_json(), ensure_ascii=False) + "\n").encode()
-            count += 1
-    assert count > 40

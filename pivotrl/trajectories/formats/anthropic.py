@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, text_of, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -28,12 +28,15 @@ def _messages(raw: Any) -> list[JsonDict]:
     result: list[JsonDict] = []
     for i, message in enumerate(raw):
         content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, list):
-            result.append(message)
-        elif message.get("role") == "assistant":
-            result.append(_assistant(content, f"messages[{i}]"))
-        else:
-            result.extend(_input(message.get("role"), content, f"messages[{i}]"))
+        try:
+            if not isinstance(content, list):
+                result.append(message)
+            elif message.get("role") == "assistant":
+                result.append(_assistant(content, f"messages[{i}]"))
+            else:
+                result.extend(_input(message.get("role"), content, f"messages[{i}]"))
+        except RowError as error:
+            result.append(Unreadable(message.get("role"), error))
     return result
 
 
@@ -73,7 +76,7 @@ def _parse(row: JsonDict) -> Parsed:
     messages = _messages(row["messages"])
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": text_of(row["system"], "system")})
-    return describe(row, messages_of(messages), tools_of(row.get("tools")))
+    return describe(row, read_messages(messages), tools_of(row.get("tools")))
 
 
 FORMAT = Format("anthropic", _matches, _parse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import RowError, messages_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 
@@ -51,10 +51,14 @@ def _parse(row: JsonDict) -> Parsed:
     for i, step in enumerate(row["steps"]):
         if isinstance(step, dict) and step.get("source") == "agent" and step.get("is_copied_context"):
             copied[str(len(messages))] = "copied_context"  # shown to the model again, not generated here
-        messages.extend(_step(step, f"steps[{i}]"))
+        try:
+            messages.extend(_step(step, f"steps[{i}]"))
+        except RowError as error:
+            agents = isinstance(step, dict) and step.get("source") == "agent"
+            messages.append(Unreadable("assistant" if agents else None, error))
     agent = row.get("agent")
     tools = agent.get("tool_definitions") if isinstance(agent, dict) else None
-    parsed = describe(row, messages_of(messages), tools_of(tools))
+    parsed = describe(row, read_messages(messages), tools_of(tools))
     if copied:
         parsed.meta["unusable_messages"] = copied
     return parsed

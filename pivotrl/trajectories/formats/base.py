@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pivotrl.trajectories.normalise import RowError
-from pivotrl.trajectories.schema import JsonDict
+from pivotrl.trajectories.schema import Defect, JsonDict
 
 ID_KEYS = ("id", "trajectory_id", "traj_id", "uuid", "conversation_id", "session_id")
 TASK_KEYS = ("task_id", "task", "instance_id", "task_name", "base_id")
@@ -23,6 +23,7 @@ class Parsed:
     task_id: str | None = None
     domain: str = ""
     meta: JsonDict = field(default_factory=dict)
+    defect: Defect | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def text_assistants(messages: list[Any]) -> list[str]:
     return [m["content"] for m in turns if isinstance(m.get("content"), str)]
 
 
-def describe(row: JsonDict, messages: list[JsonDict], tools: list[JsonDict]) -> Parsed:
-    """Id, task, domain and meta, which all formats keep in the same few places."""
+def describe(row: JsonDict, messages: tuple[list[JsonDict], Defect | None], tools: list[JsonDict]) -> Parsed:
+    """Id, task, domain and meta, which all formats keep in the same few places. `messages`: of `read_messages`."""
     meta: JsonDict = {}
     for key in ("metadata", "meta"):
         if isinstance(row.get(key), dict):
@@ -75,12 +76,13 @@ def describe(row: JsonDict, messages: list[JsonDict], tools: list[JsonDict]) -> 
     task = next((scope[key] for scope in (meta, row) for key in TASK_KEYS if _is_name(scope.get(key))), None)
     domain = row.get("domain", meta.get("domain"))
     return Parsed(
-        messages=messages,
+        messages=messages[0],
         tools=tools,
         id=None if identity is None else str(identity),
         task_id=None if task is None else str(task),
         domain=domain if isinstance(domain, str) else "",
         meta=meta,
+        defect=messages[1],
     )
 
 

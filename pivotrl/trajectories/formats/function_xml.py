@@ -9,7 +9,7 @@ import re
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe, text_assistants
 from pivotrl.trajectories.function_xml import parse_function_xml
-from pivotrl.trajectories.normalise import messages_of, text_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, text_of, tools_of
 from pivotrl.trajectories.schema import Action, JsonDict
 
 FUNCTION = re.compile(
@@ -64,17 +64,21 @@ def _parse(row: JsonDict) -> Parsed:
     called = False
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
+        try:
+            content = text_of(message.get("content"), f"messages[{i}]") if role in ("assistant", "user") else ""
+        except RowError as error:
+            result.append(Unreadable(role, error))
+            continue
         if role == "assistant":
-            action = parse_function_xml(text_of(message.get("content"), f"messages[{i}]"), tools)
+            action = parse_function_xml(content, tools)
             if action.problems:  # stays text, and so does its result
                 malformed[str(i)] = f"malformed_tool_call: {', '.join(action.problems)}"
             message = message if action.problems else _assistant(action)
             called = bool(message.get("tool_calls"))
         elif role == "user" and called:
-            content = RESULT.sub("", text_of(message.get("content"), f"messages[{i}]"))
-            message, called = {"role": "tool", "content": content}, False
+            message, called = {"role": "tool", "content": RESULT.sub("", content)}, False
         result.append(message)
-    parsed = describe(row, messages_of(result), tools)
+    parsed = describe(row, read_messages(result), tools)
     if malformed:
         parsed.meta["unusable_messages"] = malformed
     if "BEGIN FUNCTION" in cut or "<function=" in cut:

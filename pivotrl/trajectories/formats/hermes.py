@@ -12,7 +12,7 @@ from typing import Any
 from pivotrl.trajectories import strict_json
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
 from pivotrl.trajectories.hermes_text import parse_hermes
-from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, text_of, tools_of
 from pivotrl.trajectories.schema import Action, JsonDict
 
 RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
@@ -45,7 +45,11 @@ def structured(messages: list[JsonDict]) -> tuple[list[JsonDict], dict[str, str]
     malformed: dict[str, str] = {}
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
-        content = text_of(message.get("content"), f"messages[{i}]") if role in ("assistant", "tool", "user") else ""
+        try:
+            content = text_of(message.get("content"), f"messages[{i}]") if role in ("assistant", "tool", "user") else ""
+        except RowError as error:
+            result.append(Unreadable(role, error))
+            continue
         if role == "assistant" and "<tool_call>" in content:
             action = parse_hermes(content)
             if action.problems:
@@ -56,7 +60,9 @@ def structured(messages: list[JsonDict]) -> tuple[list[JsonDict], dict[str, str]
         elif role in ("tool", "user") and content.lstrip().startswith("<tool_response>"):
             rest = RESPONSE.sub("", content).strip()
             if rest:
-                raise RowError("malformed_tool_response", f"messages[{i}]: text beside <tool_response>: {rest[:60]!r}")
+                told = f"messages[{i}]: text beside <tool_response>: {rest[:60]!r}"
+                result.append(Unreadable("tool", RowError("malformed_tool_response", told)))
+                continue
             result.extend({"role": "tool", "content": part} for part in RESPONSE.findall(content))
         else:
             result.append(message)
@@ -107,7 +113,7 @@ def parse_messages(row: JsonDict, messages: list[JsonDict]) -> Parsed:
             raise
         cut, listed = messages, []  # a text about tools, while the row lists them properly
     chat, malformed = structured(cut)
-    parsed = describe(row, messages_of(chat), given or tools_of(listed))
+    parsed = describe(row, read_messages(chat), given or tools_of(listed))
     if malformed:
         parsed.meta["unusable_messages"] = malformed
     head = cut[0] if cut and isinstance(cut[0], dict) else {}

@@ -11,7 +11,7 @@ import re
 from functools import partial
 
 from pivotrl.trajectories.formats.base import BASH_TOOL, Format, Parsed, bash_call, describe, text_assistants
-from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, text_of, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 BLOCK = re.compile(r"```(?:mswea_bash_command|bash)\s*\n(.*?)\n```", re.DOTALL)
@@ -33,12 +33,17 @@ def _parse(row: JsonDict, as_calls: bool = True) -> Parsed:
     called = uses_text = False
     for i, message in enumerate(row["messages"]):
         if not isinstance(message, dict):
-            raise RowError("bad_messages", f"messages[{i}] is not an object")
+            messages.append(Unreadable(None, RowError("bad_messages", f"messages[{i}] is not an object")))
+            continue
         role = message.get("role")
         if role == "exit":  # the agent's own mark at the end of a run; no model sees it
             continue
         if role == "assistant" and not message.get("tool_calls"):
-            content = text_of(message.get("content"), f"messages[{i}]")
+            try:
+                content = text_of(message.get("content"), f"messages[{i}]")
+            except RowError as error:
+                messages.append(Unreadable(role, error))
+                continue
             blocks = list(BLOCK.finditer(content))
             usable = len(blocks) == 1 and not content[blocks[0].end() :].strip()
             called = usable and as_calls
@@ -51,7 +56,7 @@ def _parse(row: JsonDict, as_calls: bool = True) -> Parsed:
         elif role == "user" and called:
             message, called = {"role": "tool", "content": message.get("content")}, False
         messages.append(message)
-    parsed = describe(row, messages_of(messages), tools_of([BASH_TOOL] if uses_text else row.get("tools")))
+    parsed = describe(row, read_messages(messages), tools_of([BASH_TOOL] if uses_text else row.get("tools")))
     if uses_text:
         parsed.meta["text_syntax"] = True
     if unusable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import messages_of, tools_of
+from pivotrl.trajectories.normalise import read_messages, tools_of
 from pivotrl.trajectories.schema import JsonDict, Trajectory
 
 
@@ -18,7 +18,7 @@ def _matches(row: JsonDict) -> bool:
 
 def _parse(row: JsonDict) -> Parsed:
     tools = row.get("tools")
-    return describe(row, messages_of(row["messages"]), tools_of(row.get("functions") if tools is None else tools))
+    return describe(row, read_messages(row["messages"]), tools_of(row.get("functions") if tools is None else tools))
 
 
 def to_row(trajectory: Trajectory) -> JsonDict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import RowError, messages_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 #: Book-keeping that no model sees.
@@ -42,7 +42,7 @@ def _model_message(event: JsonDict, where: str) -> tuple[str | None, JsonDict | 
         return None, None
     message = choices[0].get("message")
     if not isinstance(message, dict):
-        raise RowError("bad_messages", f"{where}: a model response without a message")
+        return None, Unreadable("assistant", RowError("bad_messages", f"{where}: a model response without a message"))
     return str(response.get("id")) if isinstance(response, dict) else None, message
 
 
@@ -54,7 +54,8 @@ def _parse(row: JsonDict) -> Parsed:
     for i, event in enumerate(events):
         where = f"events[{i}]"
         if not _is_event(event):
-            raise RowError("bad_messages", f"{where} is no event")
+            messages.append(Unreadable(None, RowError("bad_messages", f"{where} is no event")))
+            continue
         arguments = _dict(event.get("args"))
         kind = event.get("action", event.get("observation"))
         if kind in SILENT:
@@ -71,9 +72,10 @@ def _parse(row: JsonDict) -> Parsed:
             if message is None and kind == "message":
                 message = {"role": "assistant", "content": arguments.get("content")}
             if message is None:
-                raise RowError("unsupported_event", f"{where}: action {str(kind)[:40]!r} without its model response")
+                told = f"{where}: action {str(kind)[:40]!r} without its model response"
+                message = Unreadable("assistant", RowError("unsupported_event", told))
             if identity is None or identity != seen:  # parallel calls: one event each, one response
-                messages.append({**message, "role": "assistant"})
+                messages.append(message if isinstance(message, Unreadable) else {**message, "role": "assistant"})
             seen = identity
     return _described(row, messages, tools)
 
@@ -85,13 +87,13 @@ def _observation(event: JsonDict, where: str) -> JsonDict:
     if not isinstance(metadata, dict):
         return {"role": "user", "content": shown}
     if not isinstance(metadata.get("tool_call_id"), str):
-        raise RowError("orphan_tool_result", f"{where}: no tool_call_id")
+        return Unreadable("tool", RowError("orphan_tool_result", f"{where}: no tool_call_id"))
     failed = event.get("observation") == "error"
     return {"role": "tool", "tool_call_id": metadata["tool_call_id"], "content": shown, "is_error": failed}
 
 
 def _described(row: JsonDict, messages: list[JsonDict], tools: Any) -> Parsed:
-    parsed = describe(row, messages_of(messages), tools_of(tools))
+    parsed = describe(row, read_messages(messages), tools_of(tools))
     result = row.get("test_result")
     report = result.get("report") if isinstance(result, dict) else None
     resolved = report.get("resolved") if isinstance(report, dict) else None

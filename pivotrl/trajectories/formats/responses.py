@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, messages_of, read_messages, text_of, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 #: Where a pivot row says which turn of its trajectory it is.
@@ -25,7 +25,7 @@ def _items(value: Any, where: str) -> list[JsonDict]:
 
 
 def messages_from_items(items: list[JsonDict]) -> list[JsonDict]:
-    """Responses items -> OpenAI chat messages."""
+    """Responses items -> OpenAI chat messages, `Unreadable` ones where an item cannot be taken."""
     messages: list[JsonDict] = []
     turn: JsonDict | None = None  # the assistant message that is being put together
     for i, item in enumerate(items):
@@ -40,9 +40,17 @@ def messages_from_items(items: list[JsonDict]) -> list[JsonDict]:
             if turn is None:
                 turn = {"role": "assistant", "content": "", "thinking": "", "tool_calls": []}
                 messages.append(turn)
-            _extend(turn, kind, item, where)
+            if messages[-1] is turn:  # else an earlier item of this response could not be taken
+                try:
+                    _extend(turn, kind, item, where)
+                except RowError as error:
+                    messages[-1] = Unreadable("assistant", error)
         else:
-            raise RowError("unsupported_content", f"{where}: item of type {str(kind)[:40]!r}")
+            unknown = RowError("unsupported_content", f"{where}: item of type {str(kind)[:40]!r}")
+            if turn is None:
+                messages.append(Unreadable(None, unknown))
+            elif messages[-1] is turn:
+                messages[-1] = Unreadable("assistant", unknown)
     return messages
 
 
@@ -89,7 +97,7 @@ def _parse_rollout(row: JsonDict) -> Parsed:
     params = _params(row)
     items = _head(params) + _items(row["response"].get("output"), "response.output")
     tools = params.get("tools") or row["response"].get("tools")
-    return describe(row, messages_of(messages_from_items(items)), tools_of(tools))
+    return describe(row, read_messages(messages_from_items(items)), tools_of(tools))
 
 
 def _matches_pivot(row: JsonDict) -> bool:
@@ -111,7 +119,8 @@ def _parse_pivot(row: JsonDict) -> Parsed:
     else:
         raise RowError("bad_expected_action", f"expected_action of type {str(kind)[:40]!r}")
     params = _params(row)
-    parsed = describe(row, messages_of(messages_from_items(_head(params) + action)), tools_of(params.get("tools")))
+    messages = messages_of(messages_from_items(_head(params) + action))  # whole, or the turn cannot be used
+    parsed = describe(row, (messages, None), tools_of(params.get("tools")))
     parsed.meta["only_last_turn"] = True  # one turn a row: the turns of its history have rows of their own
     trajectory = row.get("trajectory_id", parsed.meta.get("source_trajectory_uid"))
     if isinstance(trajectory, str):  # several rows a trajectory, which must stay on one side of a split

@@ -7,7 +7,7 @@ from typing import Any
 from pivotrl.trajectories import strict_json
 from pivotrl.trajectories.formats import hermes
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import RowError, messages_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 ROLES = {
@@ -29,17 +29,17 @@ def _matches(row: JsonDict) -> bool:
 
 
 def _message(turn: Any, where: str) -> JsonDict:
+    role = ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-        raise RowError("bad_messages", f"{where}: not a from/value pair of strings")
-    role = ROLES.get(str(turn.get("from")))
+        return Unreadable(role, RowError("bad_messages", f"{where}: not a from/value pair of strings"))
     if role is None:
-        raise RowError("unknown_role", f"{where}: {str(turn.get('from'))[:80]!r}")
+        return Unreadable(None, RowError("unknown_role", f"{where}: {str(turn.get('from'))[:80]!r}"))
     if role != "function_call":
         return {"role": role, "content": turn["value"]}
     try:
         value = strict_json.loads(turn["value"])
     except strict_json.StrictJsonError as error:
-        raise RowError("malformed_tool_call", f"{where}: {error}") from error
+        return Unreadable("assistant", RowError("malformed_tool_call", f"{where}: {error}"))
     return {"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}
 
 
@@ -49,7 +49,7 @@ def _parse(row: JsonDict) -> Parsed:
         messages.insert(0, {"role": "system", "content": row["system"]})
     if hermes.is_hermes(messages):
         return hermes.parse_messages(row, messages)
-    return describe(row, messages_of(messages), tools_of(row.get("tools")))
+    return describe(row, read_messages(messages), tools_of(row.get("tools")))
 
 
 FORMAT = Format("sharegpt", _matches, _parse)

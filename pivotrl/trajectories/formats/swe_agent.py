@@ -12,7 +12,7 @@ from typing import Any
 
 from pivotrl.trajectories import strict_json
 from pivotrl.trajectories.formats.base import BASH_TOOL, Format, Parsed, bash_call, describe
-from pivotrl.trajectories.normalise import RowError, messages_of, text_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, text_of, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 
@@ -44,7 +44,8 @@ def _parse(row: JsonDict, as_calls: bool = True) -> Parsed:
     uses_text = False
     for i, message in enumerate(row["history"]):
         if not isinstance(message, dict):
-            raise RowError("bad_messages", f"history[{i}] is not an object")
+            messages.append(Unreadable(None, RowError("bad_messages", f"history[{i}] is not an object")))
+            continue
         role = message.get("role")
         if role == "assistant":
             written = not message.get("tool_calls") and isinstance(message.get("action"), str)
@@ -62,7 +63,7 @@ def _parse(row: JsonDict, as_calls: bool = True) -> Parsed:
             called = False
         else:
             messages.append({"role": role, "content": message.get("content")})
-    parsed = describe(row, messages_of(messages), tools_of([BASH_TOOL] if uses_text else row.get("tools")))
+    parsed = describe(row, read_messages(messages), tools_of([BASH_TOOL] if uses_text else row.get("tools")))
     parsed.task_id = parsed.task_id or _instance(row)
     if uses_text:
         parsed.meta["text_syntax"] = True
@@ -75,7 +76,10 @@ def _parse(row: JsonDict, as_calls: bool = True) -> Parsed:
 
 
 def _text_action(message: JsonDict, where: str) -> JsonDict:
-    thought = text_of(message.get("thought"), f"{where}.thought").removesuffix("\n")
+    try:
+        thought = text_of(message.get("thought"), f"{where}.thought").removesuffix("\n")
+    except RowError as error:
+        return Unreadable("assistant", error)
     return {"role": "assistant", "content": thought, "tool_calls": [bash_call(message["action"])]}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import RowError, messages_of, tools_of
+from pivotrl.trajectories.normalise import RowError, Unreadable, read_messages, tools_of
 from pivotrl.trajectories.schema import JsonDict
 
 
@@ -37,7 +37,8 @@ def _messages(raw: Any) -> list[JsonDict]:
     result: list[JsonDict] = []
     for i, message in enumerate(raw):
         if not isinstance(message, dict):
-            raise RowError("bad_messages", f"messages[{i}] is not an object")
+            result.append(Unreadable(None, RowError("bad_messages", f"messages[{i}] is not an object")))
+            continue
         role = message.get("role")
         if role == "tool":
             inner = message.get("tool_messages")
@@ -54,7 +55,7 @@ def _parse(row: JsonDict) -> Parsed:
     messages = _messages(row["messages"])
     if isinstance(row.get("policy"), str):
         messages.insert(0, {"role": "system", "content": row["policy"]})
-    parsed = describe(row, messages_of(messages), tools_of(row.get("tools") or []))
+    parsed = describe(row, read_messages(messages), tools_of(row.get("tools") or []))
     info = row.get("reward_info")
     if isinstance(info, dict) and "reward" not in parsed.meta:
         parsed.meta["reward"] = info.get("reward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pivotrl.trajectories.formats.base import Format, Parsed, describe
-from pivotrl.trajectories.normalise import messages_of
+from pivotrl.trajectories.normalise import read_messages
 from pivotrl.trajectories.schema import JsonDict
 
 
@@ -12,7 +12,7 @@ def _matches(row: JsonDict) -> bool:
 
 
 def _parse(row: JsonDict) -> Parsed:
-    parsed = describe(row, messages_of(row["traj"]), [])
+    parsed = describe(row, read_messages(row["traj"]), [])
     if parsed.id is None:
         parsed.id = f"task{row['task_id']}_trial{row.get('trial', 0)}"
     return parsed

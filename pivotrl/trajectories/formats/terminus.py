@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pivotrl.trajectories import strict_json
 from pivotrl.trajectories.formats.base import Format, Parsed, describe, text_assistants
-from pivotrl.trajectories.normalise import messages_of, tools_of
+from pivotrl.trajectories.normalise import read_messages, tools_of
 from pivotrl.trajectories.schema import JsonDict
 from pivotrl.trajectories.terminus_text import harness_of, terminus_problem
 
@@ -25,7 +25,7 @@ def _is_terminus(text: str) -> bool:
 
 
 def _parse(row: JsonDict) -> Parsed:
-    parsed = describe(row, messages_of(row["messages"]), tools_of(row.get("tools")))
+    parsed = describe(row, read_messages(row["messages"]), tools_of(row.get("tools")))
     problems = {
         str(i): f"malformed_action: {problem}"
         for i, message in enumerate(parsed.messages)
