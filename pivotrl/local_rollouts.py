@@ -6,17 +6,20 @@ import hashlib
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pivotrl.config import Config
 from pivotrl.generation.engine import Completion, Engine, Sampling
+from pivotrl.peers import merged
 from pivotrl.rendering.prompts import prompts_of
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.duplicates import TurnDigests
-from pivotrl.trajectories.schema import Turn
-from pivotrl.verifiers.base import Verifier
-from pivotrl.verifiers.runner import score_pairs
+from pivotrl.trajectories.schema import Action, Turn
+from pivotrl.verifiers.base import Verdict, Verifier
+from pivotrl.verifiers.runner import VerifierRunner, score_pairs
+from pivotrl.verifiers.stream import VerdictStream
 from pivotrl.watchdog import beat
 
 if TYPE_CHECKING:
@@ -145,18 +148,25 @@ def score(
     first_index: int = 0,
 ) -> list[list[Rollout]]:
     """Parse and verify the completions of each state; all of them together, so that slow verdicts overlap."""
-    actions = [
-        [renderer.parse(completion.token_ids, state.turn.tools) for completion in group]
-        for state, group in zip(states, completions, strict=True)
-    ]
-    pairs = [(s.turn, action) for s, group in zip(states, actions, strict=True) for action in group]
-    verdicts = iter(score_pairs(verifier, pairs))
+    places = [(i, k) for i, group in enumerate(completions) for k in range(len(group))]
+    actions = [renderer.parse(completions[i][k].token_ids, states[i].turn.tools) for i, k in places]
+    verdicts = score_pairs(verifier, [(states[i].turn, action) for (i, _), action in zip(places, actions, strict=True)])
+    found = dict(zip(places, zip(actions, verdicts, strict=True), strict=True))
+    return _rollouts(states, completions, found, first_index)
+
+
+Found = dict[tuple[int, int], tuple[Action, Verdict]]  # of sample k of state i
+
+
+def _rollouts(
+    states: Sequence[State], completions: Sequence[Sequence[Completion]], found: Found, first_index: int
+) -> list[list[Rollout]]:
     return [
         [
-            Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, next(verdicts))
-            for index, (completion, action) in enumerate(zip(group, parsed, strict=True), start=first_index)
+            Rollout(state.turn.id, first_index + k, len(state.prompt_ids), completion, *found[i, k])
+            for k, completion in enumerate(group)
         ]
-        for state, group, parsed in zip(states, completions, actions, strict=True)
+        for i, (state, group) in enumerate(zip(states, completions, strict=True))
     ]
 
 
@@ -176,9 +186,44 @@ class LocalRoller:
     def timed_groups(
         self, states: Sequence[State], n: int, seeds: Sequence[int], first_index: int = 0
     ) -> tuple[list[list[Rollout]], float]:
-        """The groups, whose rollouts are numbered from `first_index`, and the seconds that the engine took for them."""
+        """The groups, whose rollouts are numbered from `first_index`, and the seconds that the engine took for them.
+
+        A verifier with worker processes scores each rollout as it finishes, beside the sampling of the others; one
+        that computes in this process does so when the engine has finished.
+        """
+        if isinstance(self.verifier, VerifierRunner) and self.verifier.workers:
+            return self._scored_beside(self.verifier, states, n, seeds, first_index)
         clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         seconds = time.perf_counter() - clock
         beat()
         return score(states, completions, self.renderer, self.verifier, first_index), seconds
+
+    def _scored_beside(
+        self, runner: VerifierRunner, states: Sequence[State], n: int, seeds: Sequence[int], first_index: int
+    ) -> tuple[list[list[Rollout]], float]:
+        told: list[tuple[int, int]] = []  # places in the order in which they finished
+        actions: list[Action] = []  # in the same order
+
+        def pair(i: int, completion: Completion) -> tuple[Turn, Action]:
+            actions.append(self.renderer.parse(completion.token_ids, states[i].turn.tools))
+            return states[i].turn, actions[-1]
+
+        def on_finished(i: int, k: int, completion: Completion) -> None:
+            told.append((i, k))
+            stream.put(partial(pair, i, completion))
+
+        clock = time.perf_counter()
+        with VerdictStream(runner) as stream:
+            completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds, on_finished)
+            seconds = time.perf_counter() - clock
+            beat()
+
+            def mine() -> Found:
+                verdicts = stream.verdicts()
+                return dict(zip(told, zip(actions, verdicts, strict=True), strict=True))
+
+            # where the engine spans processes each was told of a part, and one verdict holds for all
+            alone = self.engine.layout.engines * self.engine.layout.tensor == 1
+            found = mine() if alone else merged(mine)
+        return _rollouts(states, completions, found, first_index), seconds

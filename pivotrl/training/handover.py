@@ -10,6 +10,7 @@ refit and leave before the KV cache comes. So at no time do trainer and KV cache
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -104,9 +105,36 @@ class Handover:
         self.trainer = trainer
         self.ledger = ledger or MemoryLedger(DeviceMeter())
         self.refits = 0
+        self.seconds: dict[str, float] = {}  # metrics of the latest rollouts
         self._moves = torch.cuda.is_available() if moves is None else moves
         with self.ledger.phase(START):  # before the engine is built with the start policy's weights
             self._release("gradients", "optimizer", "parameters")
+
+    @property
+    def lags(self) -> bool:
+        """Whether rollouts may be of the weights before the trainer's."""
+        return False
+
+    def rollouts(self, engine: Engine, sample: Callable[[int], Any], step: int) -> Any:
+        """What `sample(step)` gives, sampled now."""
+        clock = time.monotonic()
+        found = self.generate(engine, lambda: sample(step))
+        self.seconds = {"seconds_generate": time.monotonic() - clock}
+        return found
+
+    def resume(self, engine: Engine, start: int, recorded: Callable[[int], Any]) -> None:
+        """Before the first step of this process: the engine, which has pi_0's weights, gets those of step `start`.
+
+        `recorded(step)`: rollouts that were sampled before the interruption, where the next step's are sampled early.
+        """
+        if start:
+            self.catch_up(engine, start)
+
+    def metrics(self) -> dict[str, float]:
+        return self.seconds | self.ledger.metrics()
+
+    def settle(self) -> None:
+        """After the update: wait for what is sampled beside it. Here nothing is."""
 
     def generate(self, engine: Engine, work: Callable[[], Any]) -> Any:
         """Run `work` (which samples from the engine), then give the accelerator to the trainer."""
