@@ -80,6 +80,7 @@ class Workbench:
                 sender=sender,
                 folder=self.start_policy,
                 controls=keeps_books(),
+                routed_experts=self.cfg.generation.routed_experts,
             )
         else:
             engine = VllmEngine(

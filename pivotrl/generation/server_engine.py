@@ -20,6 +20,7 @@ from pivotrl.generation.engine import Completion, NonFiniteLogprobs, OnFinished,
 from pivotrl.generation.http_json import HttpError, JsonClient
 from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
 from pivotrl.generation.requests import check_lengths, check_request, first_seed
+from pivotrl.generation.routed import RoutedLayers
 from pivotrl.generation.state import Phase
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ServerEngine(StatefulEngine):
         max_length: tokens of prompt and completion; None: the server's.
         sender: carries weights at a refit; None: this engine cannot be refitted.
         folder: Hugging Face folder of the model; names and shapes of every refit are checked against it.
+        routed_experts: completions carry the experts of each token; needs `folder`.
         controls: whether this process pauses, refits and resumes the server: one of a trainer's does.
 
     The samples of a prompt are one request (`n`), so the server computes the prompt once.
@@ -58,6 +60,7 @@ class ServerEngine(StatefulEngine):
         timeout_seconds: float = 600.0,
         folder: Path | None = None,
         controls: bool = True,
+        routed_experts: bool = False,
     ) -> None:
         super().__init__()
         self._client = JsonClient(url, timeout_seconds)
@@ -73,6 +76,7 @@ class ServerEngine(StatefulEngine):
         self._stop_token_ids = list(stop_token_ids)
         self._sender, self._controls = sender, controls
         self._expected = None if folder is None else ExpectedWeights.from_folder(folder)
+        self._routed = RoutedLayers.of_folder(folder) if routed_experts and folder is not None else None
 
     def generate(
         self,
@@ -163,14 +167,15 @@ class ServerEngine(StatefulEngine):
         if choice["finish_reason"] not in ("stop", "length"):
             raise RuntimeError(f"the server ended a request with {choice['finish_reason']!r}; see its log")
         values = tuple(math.nan if value is None else float(value) for value in logprobs)
-        experts = choice.get("routed_experts")
+        given = choice.get("routed_experts")
+        experts = None if given is None else decode_array(given)
         return Completion(
             tuple(ids),
             values,
             choice["finish_reason"],
             self.weight_version,
             cached,
-            None if experts is None else decode_array(experts),
+            experts if self._routed is None else self._routed.pick(experts),
         )
 
     def _sleep(self, discard_weights: bool) -> None:

@@ -6,6 +6,7 @@ Every trainer rank makes a sender and calls it; rank 0 talks to the server, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ class NcclSender:
         import torch
 
         if not torch.cuda.is_available():
-            raise UserError("weights are sent to a server over NCCL, which needs an NVIDIA GPU on the trainer's side")
+            raise UserError(
+                "generation.weight_transfer=nccl: weights are sent over NCCL, which needs an NVIDIA GPU on the trainer's "
+                "side; use generation.weight_transfer=file"
+            )
         self._shapes, self._rank, self._address, self._port = shapes, rank, address, port
         self._engine: Any = None
         self._source: Any = None
@@ -73,15 +77,20 @@ class FileSender:
         if not self._joined:
             client.post("/init_weight_transfer_engine", {"init_info": {}})
             self._joined = True
-        client.post("/start_weight_update", {})
         self._folder.mkdir(parents=True, exist_ok=True)
-        for number, bucket in enumerate(_buckets(weights)):
-            path = self._folder / f"weights-{version}-{number}.safetensors"
-            try:
-                save_file(bucket, path)
-                client.post("/update_weights", {"update_info": {"path": str(path)}})
-            finally:
-                path.unlink(missing_ok=True)
+        client.post("/start_weight_update", {})
+        try:
+            for number, bucket in enumerate(_buckets(weights)):
+                path = self._folder / f"weights-{version}-{number}.safetensors"
+                try:
+                    save_file(bucket, path)
+                    client.post("/update_weights", {"update_info": {"path": str(path)}})
+                finally:
+                    path.unlink(missing_ok=True)
+        except BaseException:
+            with suppress(UserError):  # the server ends an update that failed there by itself
+                client.post("/finish_weight_update", {})
+            raise
         client.post("/finish_weight_update", {"weight_version": str(version)})
 
 

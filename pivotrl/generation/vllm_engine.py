@@ -17,6 +17,7 @@ from pivotrl.generation.data_parallel import gather_groups, share
 from pivotrl.generation.engine import Completion, NonFiniteLogprobs, OnFinished, Sampling
 from pivotrl.generation.refit_check import ExpectedWeights
 from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
+from pivotrl.generation.routed import RoutedLayers
 from pivotrl.refit.layout import EngineLayout
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class VllmEngine(StatefulEngine):
             "seed": seed,
             "use_tqdm_on_load": False,
         }
+        self._routed = RoutedLayers.of_folder(model_dir) if generation.routed_experts else None
         if generation.routed_experts:
             if self._on_cpu:
                 raise UserError("generation.routed_experts: CPU builds of vLLM cannot give them back; set it to false")
@@ -264,7 +266,7 @@ class VllmEngine(StatefulEngine):
             sample.finish_reason,
             self.weight_version,
             output.num_cached_tokens or 0,
-            sample.routed_experts,
+            None if self._routed is None else self._routed.pick(sample.routed_experts),
         )
 
     def _reset_prefix_cache(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pivotrl.config import Algorithm
 from pivotrl.errors import UserError
+from pivotrl.generation.engine import Completion
 from pivotrl.local_rollouts import State
 from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.rollouts import Rollout
@@ -88,6 +89,13 @@ def _overlong(rollout: Rollout) -> bool:
     return rollout.completion.finish_reason == "length"
 
 
+def sequence_of(name: str, prompt_ids: Sequence[int], completion: Completion, replay: bool) -> TokenSequence:
+    """What is trained of a completion. `replay`: with the experts that the engine chose; UserError without them."""
+    if replay and completion.routed_experts is None:
+        raise UserError(f"experts.replay: the engine gave no routed experts for {name}")
+    return TokenSequence.of(prompt_ids, completion.token_ids, completion.routed_experts if replay else None)
+
+
 def make_batch(
     states: Sequence[State], groups: Sequence[Sequence[Rollout]], a: Algorithm, replay: bool = False
 ) -> Batch:
@@ -105,15 +113,13 @@ def make_batch(
                 raise ValueError(f"{r.turn_id}/{r.index}: {len(c.token_ids)} tokens but {len(c.logprobs)} log-probs")
             if r.verdict.reward is None or not _finite(r):
                 continue
-            if replay and c.routed_experts is None:
-                raise UserError(f"experts.replay: the engine gave no routed experts for {r.turn_id}/{r.index}")
             invalid = bool(r.action.problems)
             masked = (a.overlong_filter and _overlong(r)) or (invalid and a.invalid_action == "mask")
             found.append(
                 Scored(
                     id=f"{r.turn_id}/{r.index}",
                     group=number,
-                    sequence=TokenSequence.of(state.prompt_ids, c.token_ids, c.routed_experts if replay else None),
+                    sequence=sequence_of(f"{r.turn_id}/{r.index}", state.prompt_ids, c, replay),
                     logprobs=c.logprobs,
                     reward=r.verdict.reward,
                     fixed_advantage=a.invalid_advantage if invalid and a.invalid_action == "penalty" else None,

@@ -25,14 +25,13 @@ from pivotrl.evaluation.watch import Watcher
 from pivotrl.io import append_jsonl
 from pivotrl.local_rollouts import seed_for
 from pivotrl.policy.policy import MegatronPolicy
-from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.rollouts import TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
 from pivotrl.training import grpo
 from pivotrl.training.advantages import advantages
-from pivotrl.training.batch import Batch, Scored
+from pivotrl.training.batch import Batch, Scored, sequence_of
 from pivotrl.training.checkpoint import export
 from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
@@ -47,8 +46,12 @@ def reward(result: EpisodeResult) -> float | None:
     return None if result.outcome is None else float(result.outcome.success)
 
 
-def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm) -> list[Scored]:
+def episode_turns(
+    groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm, replay: bool = False
+) -> list[Scored]:
     """Every turn of every scored episode. `groups[i]` are the episodes of one task: the group of the advantage.
+
+    `replay`: as in `make_batch`.
 
     The advantage is made of episodes, so it is given with each turn: a long episode counts once in its group.
     """
@@ -61,12 +64,12 @@ def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorith
             for place, action in enumerate(result.actions):
                 assert isinstance(action, SampledAction)
                 assert action.completion is not None
-                ids = action.completion.token_ids
+                name = f"{result.task.id}/{result.trial}#{place}"
                 turns.append(
                     Scored(
-                        f"{result.task.id}/{result.trial}#{place}",
+                        name,
                         number,
-                        TokenSequence.of(action.prompt_ids, ids),
+                        sequence_of(name, action.prompt_ids, action.completion, replay),
                         action.completion.logprobs,
                         reward(result) or 0.0,
                         fixed_advantage=advantage,
@@ -151,7 +154,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             check_errors(results, directory)
             spent += actor.spent
             metrics = {"seconds_generate": time.monotonic() - clock, "rollouts": float(actor.spent.rollouts)}
-            batch = Batch(episode_turns(groups, cfg.algorithm), group_metrics(groups))
+            batch = Batch(episode_turns(groups, cfg.algorithm, cfg.experts.replay), group_metrics(groups))
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = grpo.open_gate(policy, batch.rollouts, cfg, "before the first step").mean
             metrics |= batch.metrics | grpo.learn(policy, engine, handover, batch, cfg, step, nonfinite)
