@@ -3,9 +3,9 @@
     python -m benchmarks.generation --json
 
 Three sides in one process, their runs interleaved, on the same new prompts in every round: the engine of
-`pivotrl profile` and `train`; `vllm.LLM.generate` with the same requests (`n` samples of a prompt as one request, the same
-seeds, dtype, batch limit and log-probs); `transformers` generate on the first of the prompts. The first two must sample
-the same tokens. Tokens per second are of sampled tokens, prefill included.
+`pivotrl profile` and `train`; `vllm.LLM.generate` with the same requests (the samples of a prompt as one request, the
+same seeds, dtype, batch limit and log-probs); `transformers` generate on the first of the prompts. Tokens per second
+are of sampled tokens, prefill included.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class NcclSender:
 
         if not torch.cuda.is_available():
             raise UserError(
-                "generation.weight_transfer=nccl: weights are sent over NCCL, which needs an NVIDIA GPU on the trainer's "
-                "side; use generation.weight_transfer=file"
+                "generation.weight_transfer=nccl: weights are sent over NCCL, which needs an NVIDIA GPU on the "
+                "trainer's side; use generation.weight_transfer=file"
             )
         self._shapes, self._rank, self._address, self._port = shapes, rank, address, port
         self._engine: Any = None

@@ -42,15 +42,17 @@ class _Task:
         self._work = work
         self._value: Any = None
         self._error: BaseException | None = None
+        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="next-rollouts", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         clock = time.monotonic()
         try:
-            self._value = self._work(), time.monotonic() - clock
+            self._value = self._work()
         except BaseException as error:
             self._error = error
+        self.seconds = time.monotonic() - clock
 
     def result(self) -> Any:
         self._thread.join()
@@ -85,7 +87,7 @@ class ServerHandover(Handover):
     def __init__(self, trainer: Trainer, steps: int, ahead: bool) -> None:
         super().__init__(trainer, moves=False)
         self._steps, self._ahead = steps, ahead
-        self._next: tuple[Any, float] | None = None  # what was sampled already, and the seconds that it took
+        self._next: Any = None  # what was sampled already
         self._task: _Task | None = None
 
     @property
@@ -95,22 +97,25 @@ class ServerHandover(Handover):
 
     def rollouts(self, engine: Engine, sample: Sample, step: int) -> Any:
         """Those of `step`; from here to `settle` the server samples those of the next one."""
-        found, self._next = self._next, None
         clock = time.monotonic()
+        found, self._next = self._next, None
         if found is None:
-            rollouts = _of_first(lambda: sample(step))
-            found = rollouts, time.monotonic() - clock
-        self.seconds = {"seconds_generate": found[1]}
+            found = _of_first(lambda: sample(step))
+        self.seconds = {"seconds_generate": time.monotonic() - clock}
         if self._ahead and step + 1 < self._steps and agree.rank() == 0:
             self._task = _Task(lambda: sample(step + 1))
-        return found[0]
+        return found
 
     def settle(self) -> None:
-        """Wait for what is sampled beside the update. `seconds_wait`: how long the trainer did nothing else."""
-        clock = time.monotonic()
+        """Wait for what is sampled beside the update: in `seconds_generate` the wait, in `seconds_beside` all of it."""
         task, self._task = self._task, None
-        self._next = _of_first(lambda: task.result() if task else None) if self._ahead else None
-        self.seconds["seconds_wait"] = time.monotonic() - clock
+        if not self._ahead:
+            return
+        clock = time.monotonic()
+        self._next = _of_first(lambda: task.result() if task else None)
+        self.seconds["seconds_generate"] += time.monotonic() - clock
+        if task:
+            self.seconds["seconds_beside"] = task.seconds
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -128,8 +133,7 @@ class ServerHandover(Handover):
         """Also before the first step: whatever the server served, it now serves the policy that is trained."""
         self.to_engine(engine, start)
         self.refits = 0
-        if self._ahead and start and (found := recorded(start)) is not None:
-            self._next = found, 0.0
+        self._next = recorded(start) if self._ahead and start else None
 
     def metrics(self) -> dict[str, float]:
         return self.seconds
