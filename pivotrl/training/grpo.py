@@ -31,7 +31,7 @@ from pivotrl.training.batch import Batch, Scored, make_batch
 from pivotrl.training.canary import canary_logprobs, check_canary
 from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
-from pivotrl.training.handover import Handover
+from pivotrl.training.handover import Handover, check_weight_version
 from pivotrl.training.nonfinite import NonFiniteSteps
 from pivotrl.training.pivot_source import Groups, PivotSource, keep_mixed
 from pivotrl.training.rollout_tables import rollout_tables
@@ -60,21 +60,6 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> tuple[list[Stat
     if not states:
         raise UserError(f"no pivot to train on in {path}: run `pivotrl select` with another set or lambda")
     return states, str(present["weights"])
-
-
-def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int, lags: bool = False) -> dict[str, float]:
-    """{"staleness": steps that the trainer is ahead of the weights that made the rollouts}: 0, or up to 1 with `lags`.
-
-    Raises RuntimeError for any other: a refit was missed.
-    """
-    versions = {r.completion.weight_version for group in groups for r in group}
-    if not versions:
-        return {}
-    if len(versions) > 1 or version - min(versions) not in ((0, 1) if lags else (0,)):
-        raise RuntimeError(
-            f"rollouts of weight versions {sorted(versions)}, the trainer is at {version}: a refit was missed"
-        )
-    return {"staleness": float(version - min(versions))}
 
 
 def open_gate(policy: MegatronPolicy, rollouts: Sequence[Scored], cfg: Config, when: str) -> Mismatch:

@@ -11,13 +11,16 @@ refit and leave before the KV cache comes. So at no time do trainer and KV cache
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pivotrl.generation.engine import Engine
+
+if TYPE_CHECKING:
+    from pivotrl.rollouts import Rollout
 
 CYCLE = ("generate", "sleep", "reload", "train", "offload", "wake_weights", "refit", "free_staging", "wake_cache")
 START = "start"
@@ -181,3 +184,18 @@ class Handover:
             self.trainer.memory.release(*kinds, keep_gradients=False)  # the next step zeroes them first
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int, lags: bool = False) -> dict[str, float]:
+    """{"staleness": steps that the trainer is ahead of the weights that made the rollouts}: 0, or up to 1 with `lags`.
+
+    Raises RuntimeError for any other: a refit was missed.
+    """
+    versions = {r.completion.weight_version for group in groups for r in group}
+    if not versions:
+        return {}
+    if len(versions) > 1 or version - min(versions) not in ((0, 1) if lags else (0,)):
+        raise RuntimeError(
+            f"rollouts of weight versions {sorted(versions)}, the trainer is at {version}: a refit was missed"
+        )
+    return {"staleness": float(version - min(versions))}

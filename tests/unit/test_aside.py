@@ -14,8 +14,7 @@ from pivotrl.generation.engine import Completion, EngineStateError
 from pivotrl.refit.layout import EngineLayout
 from pivotrl.rollouts import Rollout
 from pivotrl.training.aside import ServerHandover
-from pivotrl.training.grpo import check_weight_version
-from pivotrl.training.handover import Handover
+from pivotrl.training.handover import Handover, check_weight_version
 from pivotrl.trajectories.schema import Action
 from pivotrl.validation import conflicts
 from pivotrl.verifiers.base import Verdict
