@@ -31,7 +31,7 @@ def merged(mine: Callable[[], dict[K, V]]) -> dict[K, V]:
     except Exception as error:
         failed = error
     everyone = agree.everyone((found, failed))
-    for _, error in everyone:
-        if error is not None:
-            raise error
+    for _, raised in everyone:
+        if raised is not None:
+            raise raised
     return {key: value for part, _ in everyone for key, value in part.items()}

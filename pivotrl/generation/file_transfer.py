@@ -41,7 +41,7 @@ class FileUpdate(WeightTransferUpdateInfo):
     path: str  # a safetensors file of whole tensors under Hugging Face names, on a disk that the server sees
 
 
-class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc]
+class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
     init_info_cls, update_info_cls = FileInit, FileUpdate
 
     def init_transfer_engine(self, init_info: FileInit) -> None:

@@ -152,6 +152,7 @@ def weight_sender(policy: MegatronPolicy, folder: Path | None) -> WeightSender:
     if folder is not None:
         return FileSender(folder, agree.rank())
     # one pass tells the order and shapes in which the stream comes, which NCCL must know beforehand
-    shapes = agree.of_first([(name, w.dtype, tuple(w.shape)) for name, w in policy.weights_for(EngineLayout())])
+    stream: Any = policy.weights_for(EngineLayout())  # whole tensors, on the first rank
+    shapes = agree.of_first([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stream])
     address, port = agree.of_first((socket.gethostname(), free_port()))
     return NcclSender(shapes, agree.rank(), address, port)

@@ -97,7 +97,7 @@ class PivotSource:
 
     def recorded(self, path: Path, step: int) -> tuple[list[State], Groups] | None:
         """What `sample(step)` gave before the run was interrupted, from the rollouts in `path`; None: nothing."""
-        states = {s.turn.id: s for s in self._sampler.rows}
+        states = {s.turn.id: s for s in self._states}
         drawn: list[State] = []
         groups: Groups = []
         for row in read_jsonl(path) if path.is_file() else ():
@@ -124,6 +124,7 @@ class PivotSource:
         self._sampler, self.pivots = self._new_sampler(states), len(states)
 
     def _new_sampler(self, states: Sequence[State]) -> EpochSampler:
+        self._states = states
         seed = self._cfg.seed if self._set is None else seed_for(self._cfg.seed, "pivots", self._set)
         return EpochSampler(states, self._cfg.algorithm.pivots_per_step, seed)
 
