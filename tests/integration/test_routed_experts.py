@@ -74,7 +74,7 @@ class Returns:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("routed") / "moe"
-    save_tiny("qwen3_moe", path, head_dim=32, hidden_size=128)
+    save_tiny("qwen3_moe", path, head_dim=32, moe_intermediate_size=64, vocab_size=320)
     return path
 
 
