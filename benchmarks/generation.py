@@ -2,14 +2,15 @@
 
     python -m benchmarks.generation --json
 
-Three sides in one process, their runs interleaved, on the same new prompts in every round: the engine of
-`pivotrl profile` and `train`; `vllm.LLM.generate` with the same requests (the samples of a prompt as one request, the
-same seeds, dtype, batch limit and log-probs); `transformers` generate on the first of the prompts. Tokens per second
-are of sampled tokens, prefill included.
+Four sides in one process, their runs interleaved, on the same new prompts in every round: the engine of
+`pivotrl profile` and `train`; `vllm.LLM.generate` on the same vLLM engine with the same seeds, the samples of a prompt as
+one request, which must sample the same tokens; the same on an engine with vLLM's default settings; and `transformers`
+generate on the first of the prompts. Tokens per second are of sampled tokens, prefill included.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
@@ -33,6 +34,9 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=40)
     arguments.add_argument("--max-sequences", type=int, default=128)
+    arguments.add_argument(
+        "--defaults", action=argparse.BooleanOptionalAction, default=True, help="vLLM's settings too"
+    )
     arguments.add_argument("--hugging-face-prompts", type=int, default=2, help="0: leave transformers out")
     options = arguments.parse_args()
 
@@ -45,19 +49,23 @@ def main() -> None:
     start = time.perf_counter()
     engine = VllmEngine(folder, Generation(max_sequences=options.max_sequences), options.dtype, 1024, 0, [])
     up = time.perf_counter() - start
-    plain = _PlainVllm(folder, options)
+    bare = _BareVllm(engine._llm, options)
     sampling, seeds = Sampling(max_new_tokens=options.tokens), list(range(options.prompts))
     sampled: dict[str, Rows] = {}
 
     def ours(prompts: list[list[int]]) -> None:
         groups = engine.generate(prompts, sampling, options.samples, seeds)
         sampled["ours"] = [[c.token_ids for c in group] for group in groups]
+        engine._reset_prefix_cache()  # the other side has the same engine and prompts
         sampled["cached"] = [[(c.cached_prompt_tokens,) for c in group] for group in groups]
 
     def theirs(prompts: list[list[int]]) -> None:
-        sampled["theirs"] = plain.generate(prompts, seeds)
+        sampled["theirs"] = bare.generate(prompts, seeds)
 
     sides = {"ours": _Rounds(options.prompts, ours), "theirs": _Rounds(options.prompts, theirs)}
+    if options.defaults:
+        plain = _BareVllm(_default_engine(folder, options), options)
+        sides["vllm_defaults"] = _Rounds(options.prompts, lambda p: plain.generate(p, seeds))
     if options.hugging_face_prompts:
         model = _HuggingFace(folder, options)
         sides["hugging_face"] = _Rounds(options.prompts, lambda p: model.generate(p[: options.hugging_face_prompts]))
@@ -70,11 +78,13 @@ def _comparison(options: Any, seconds: dict[str, list[float]], sampled: dict[str
     tokens = options.prompts * row
     details: dict[str, Any] = {
         "seconds": {side: [round(x, 3) for x in values] for side, values in seconds.items()},
-        "same_tokens": sampled["ours"] == sampled["theirs"],  # in bfloat16 a batch cut otherwise may round otherwise
+        "same_tokens": sampled["ours"] == sampled["theirs"],
         "prompt_tokens_computed_a_sample": PREFIX + OWN - statistics.fmean(x for g in sampled["cached"] for (x,) in g),
         "engine_start_seconds": round(up, 1),
         "repeats": options.repeats,
     }
+    if "vllm_defaults" in seconds:
+        details["vllm_defaults_tokens_per_second"] = round(tokens / median(seconds["vllm_defaults"]), 1)
     if "hugging_face" in seconds:
         speed = options.hugging_face_prompts * row / median(seconds["hugging_face"])
         details["hugging_face_tokens_per_second"] = round(speed, 1)
@@ -86,7 +96,7 @@ def _comparison(options: Any, seconds: dict[str, list[float]], sampled: dict[str
         unit="sampled tokens per second, prefill included",
         ours=tokens / median(seconds["ours"]),
         theirs=tokens / median(seconds["theirs"]),
-        theirs_is="vllm.LLM.generate",
+        theirs_is="vllm.LLM.generate, same engine",
         better="higher",
         details=details,
     )
@@ -130,28 +140,31 @@ class _HuggingFace:
         )
 
 
-class _PlainVllm:
-    """vLLM as its documentation shows it, in this process: one request a prompt."""
+def _default_engine(folder: Path, options: Any) -> Any:
+    """vLLM as its documentation shows it, in this process."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
 
-    def __init__(self, folder: Path, options: Any) -> None:
-        from vllm import LLM
-        from vllm.platforms import current_platform
+    return LLM(
+        model=str(folder),
+        dtype="bfloat16" if options.dtype == "bf16" else "float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=options.max_sequences,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
+        # CPU builds cannot seed a prompt that is computed in chunks; the other is their amount of memory
+        **({"enable_chunked_prefill": False, "kv_cache_memory_bytes": 2**30} if current_platform.is_cpu() else {}),
+    )
 
-        cpu = current_platform.is_cpu()
-        self._options = options
-        self._llm: Any = LLM(
-            model=str(folder),
-            dtype="bfloat16" if options.dtype == "bf16" else "float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=1024,
-            max_num_seqs=options.max_sequences,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-            use_tqdm_on_load=False,
-            # CPU builds cannot seed a prompt that is computed in chunks; the other is their amount of memory
-            **({"enable_chunked_prefill": False, "kv_cache_memory_bytes": 2**30} if cpu else {}),
-        )
+
+class _BareVllm:
+    """`LLM.generate` without our layer: one request a prompt."""
+
+    def __init__(self, llm: Any, options: Any) -> None:
+        self._llm, self._options = llm, options
 
     def generate(self, prompts: list[list[int]], seeds: list[int]) -> Rows:
         from vllm import SamplingParams
@@ -159,19 +172,10 @@ class _PlainVllm:
         from pivotrl.generation.requests import first_seed
 
         o = self._options
-        params = [
-            SamplingParams(
-                n=o.samples,
-                seed=first_seed(seed),
-                temperature=1.0,
-                max_tokens=o.tokens,
-                logprobs=0,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
+        common = {"n": o.samples, "temperature": 1.0, "max_tokens": o.tokens, "logprobs": 0, "ignore_eos": True}
+        params = [SamplingParams(**common, seed=first_seed(seed), detokenize=False) for seed in seeds]
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        self._llm.reset_prefix_cache()
         return [[tuple(sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
