@@ -3,9 +3,9 @@
     python -m benchmarks.generation --json
 
 Four sides in one process, their runs interleaved, on the same new prompts in every round: the engine of
-`pivotrl profile` and `train`; `vllm.LLM.generate` on the same vLLM engine with the same seeds, the samples of a prompt as
-one request, which must sample the same tokens; the same on an engine with vLLM's default settings; and `transformers`
-generate on the first of the prompts. Tokens per second are of sampled tokens, prefill included.
+`pivotrl profile` and `train`; `vllm.LLM.generate` on the same vLLM engine with the same seeds, the samples of a prompt
+as one request, which must sample the same tokens; the same on an engine with vLLM's default settings; and
+`transformers` generate on the first of the prompts. Tokens per second are of sampled tokens, prefill included.
 """
 
 from __future__ import annotations
