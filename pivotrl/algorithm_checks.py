@@ -136,6 +136,24 @@ def reprofile_conflicts(a: Algorithm, world: int) -> Iterator[str]:
         )
 
 
+def _dpo(a: Algorithm) -> Iterator[str]:
+    """DPO compares actions of a group with each other: it has no advantage, ratio or token weight."""
+    wrong = {
+        "kl_beta": (a.kl_beta, 0),  # its own pull to pi_0 is dpo_beta
+        "entropy_bonus": (a.entropy_bonus, 0),
+        "ratio": (a.ratio, "token"),
+        "dual_clip": (a.dual_clip, None),
+        "importance_correction": (a.importance_correction, "none"),
+        "sequence_mismatch_limit": (a.sequence_mismatch_limit, None),
+        "drop_uniform_groups": (a.drop_uniform_groups, False),
+    }
+    for key, (value, needed) in wrong.items():
+        if value != needed:
+            yield f"algorithm.{key}={value} has no place in loss=dpo (use {'null' if needed is None else needed})"
+    if a.invalid_action == "penalty":
+        yield "algorithm.invalid_action=penalty sets an advantage, and loss=dpo has none (use score or mask)"
+
+
 def one_step_off_conflicts(cfg: Config) -> Iterator[str]:
     """What sampling beside the update asks for."""
     a = cfg.algorithm
@@ -161,21 +179,3 @@ def one_step_off_conflicts(cfg: Config) -> Iterator[str]:
             "algorithm.one_step_off=true with experts.replay=true: a run that continues takes its next rollouts from "
             "train/rollouts.jsonl, which does not keep the experts of each token"
         )
-
-
-def _dpo(a: Algorithm) -> Iterator[str]:
-    """DPO compares actions of a group with each other: it has no advantage, ratio or token weight."""
-    wrong = {
-        "kl_beta": (a.kl_beta, 0),  # its own pull to pi_0 is dpo_beta
-        "entropy_bonus": (a.entropy_bonus, 0),
-        "ratio": (a.ratio, "token"),
-        "dual_clip": (a.dual_clip, None),
-        "importance_correction": (a.importance_correction, "none"),
-        "sequence_mismatch_limit": (a.sequence_mismatch_limit, None),
-        "drop_uniform_groups": (a.drop_uniform_groups, False),
-    }
-    for key, (value, needed) in wrong.items():
-        if value != needed:
-            yield f"algorithm.{key}={value} has no place in loss=dpo (use {'null' if needed is None else needed})"
-    if a.invalid_action == "penalty":
-        yield "algorithm.invalid_action=penalty sets an advantage, and loss=dpo has none (use score or mask)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pivotrl.config import Config
+from pivotrl.generation.data_parallel import merged
 from pivotrl.generation.engine import Completion, Engine, Sampling
-from pivotrl.peers import merged
 from pivotrl.rendering.prompts import prompts_of
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.duplicates import TurnDigests
@@ -148,25 +149,18 @@ def score(
     first_index: int = 0,
 ) -> list[list[Rollout]]:
     """Parse and verify the completions of each state; all of them together, so that slow verdicts overlap."""
-    places = [(i, k) for i, group in enumerate(completions) for k in range(len(group))]
-    actions = [renderer.parse(completions[i][k].token_ids, states[i].turn.tools) for i, k in places]
-    verdicts = score_pairs(verifier, [(states[i].turn, action) for (i, _), action in zip(places, actions, strict=True)])
-    found = dict(zip(places, zip(actions, verdicts, strict=True), strict=True))
-    return _rollouts(states, completions, found, first_index)
-
-
-Found = dict[tuple[int, int], tuple[Action, Verdict]]  # of sample k of state i
-
-
-def _rollouts(
-    states: Sequence[State], completions: Sequence[Sequence[Completion]], found: Found, first_index: int
-) -> list[list[Rollout]]:
+    actions = [
+        [renderer.parse(completion.token_ids, state.turn.tools) for completion in group]
+        for state, group in zip(states, completions, strict=True)
+    ]
+    pairs = [(s.turn, action) for s, group in zip(states, actions, strict=True) for action in group]
+    verdicts = iter(score_pairs(verifier, pairs))
     return [
         [
-            Rollout(state.turn.id, first_index + k, len(state.prompt_ids), completion, *found[i, k])
-            for k, completion in enumerate(group)
+            Rollout(state.turn.id, index, len(state.prompt_ids), completion, action, next(verdicts))
+            for index, (completion, action) in enumerate(zip(group, parsed, strict=True), start=first_index)
         ]
-        for i, (state, group) in enumerate(zip(states, completions, strict=True))
+        for state, group, parsed in zip(states, completions, actions, strict=True)
     ]
 
 
@@ -191,13 +185,21 @@ class LocalRoller:
         A verifier with worker processes scores each rollout as it finishes, beside the sampling of the others; one
         that computes in this process does so when the engine has finished.
         """
-        if isinstance(self.verifier, VerifierRunner) and self.verifier.workers:
+        if isinstance(self.verifier, VerifierRunner) and (self.verifier.workers or self._is_apart()):
             return self._scored_beside(self.verifier, states, n, seeds, first_index)
         clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         seconds = time.perf_counter() - clock
         beat()
         return score(states, completions, self.renderer, self.verifier, first_index), seconds
+
+    def _is_apart(self) -> bool:
+        """Whether one process of several is alone with the engine (a server): it then meets no other in here."""
+        return int(os.environ.get("WORLD_SIZE", "1")) > 1 and self._spans() == 1
+
+    def _spans(self) -> int:
+        """Processes that the engine spans."""
+        return self.engine.layout.engines * self.engine.layout.tensor
 
     def _scored_beside(
         self, runner: VerifierRunner, states: Sequence[State], n: int, seeds: Sequence[int], first_index: int
@@ -219,11 +221,17 @@ class LocalRoller:
             seconds = time.perf_counter() - clock
             beat()
 
-            def mine() -> Found:
+            def mine() -> dict[tuple[int, int], tuple[Action, Verdict]]:
                 verdicts = stream.verdicts()
                 return dict(zip(told, zip(actions, verdicts, strict=True), strict=True))
 
             # where the engine spans processes each was told of a part, and one verdict holds for all
-            alone = self.engine.layout.engines * self.engine.layout.tensor == 1
-            found = mine() if alone else merged(mine)
-        return _rollouts(states, completions, found, first_index), seconds
+            found = mine() if self._spans() == 1 else merged(mine)
+        groups = [
+            [
+                Rollout(state.turn.id, first_index + k, len(state.prompt_ids), completion, *found[i, k])
+                for k, completion in enumerate(group)
+            ]
+            for i, (state, group) in enumerate(zip(states, completions, strict=True))
+        ]
+        return groups, seconds

@@ -97,7 +97,7 @@ def conflicts(
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
         found += algorithm_checks.reprofile_conflicts(cfg.algorithm, world)
-        found += algorithm_checks.one_step_off_conflicts(cfg)
+    found += algorithm_checks.one_step_off_conflicts(cfg) if "train" in stages else ()
     if cfg.generation.server is not None and any(s.name in ("evaluate", "e2e") for s in active):
         names = ", ".join(s.name for s in active if s.name in ("evaluate", "e2e"))
         found.append(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,11 @@ from pivotrl.config import Config
 from pivotrl.generation.engine import Engine
 from pivotrl.generation.server_weights import FileSender, NcclSender
 from pivotrl.generation.serving import free_port
+from pivotrl.io import read_jsonl
+from pivotrl.local_rollouts import State
 from pivotrl.policy import agree
 from pivotrl.refit.layout import EngineLayout
+from pivotrl.rollouts import Rollout
 from pivotrl.training.handover import Handover, Trainer
 
 if TYPE_CHECKING:
@@ -106,16 +109,14 @@ class ServerHandover(Handover):
             self._task = _Task(lambda: sample(step + 1))
         return found
 
-    def settle(self) -> None:
+    def settle(self) -> dict[str, float]:
         """Wait for what is sampled beside the update: in `seconds_generate` the wait, in `seconds_beside` all of it."""
         task, self._task = self._task, None
-        if not self._ahead:
-            return
-        clock = time.monotonic()
-        self._next = _of_first(lambda: task.result() if task else None)
-        self.seconds["seconds_generate"] += time.monotonic() - clock
-        if task:
-            self.seconds["seconds_beside"] = task.seconds
+        if self._ahead:
+            clock = time.monotonic()
+            self._next = _of_first(lambda: task.result() if task else None)
+            self.seconds["seconds_generate"] += time.monotonic() - clock
+        return self.seconds | ({"seconds_beside": task.seconds} if task else {})
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -129,14 +130,30 @@ class ServerHandover(Handover):
         engine.wake()
         self.refits += 1
 
-    def resume(self, engine: Engine, start: int, recorded: Callable[[int], Any]) -> None:
+    def begin(self, engine: Engine, start: int, recorded: Callable[[], Any]) -> None:
         """Also before the first step: whatever the server served, it now serves the policy that is trained."""
         self.to_engine(engine, start)
         self.refits = 0
-        self._next = recorded(start) if self._ahead and start else None
+        self._next = recorded() if self._ahead and start else None
 
-    def metrics(self) -> dict[str, float]:
-        return self.seconds
+    def catch_up(self, engine: Engine, version: int) -> None:
+        """`begin` has done it."""
+
+
+def recorded_rollouts(path: Path, step: int, states: Sequence[State]) -> tuple[list[State], list[list[Rollout]]] | None:
+    """The states and groups of `step` that are in a log of rollouts; None: it has none of them."""
+    by_id = {state.turn.id: state for state in states}
+    drawn: list[State] = []
+    groups: list[list[Rollout]] = []
+    for row in read_jsonl(path) if path.is_file() else ():
+        if row["step"] != step:
+            continue
+        rollout = Rollout.from_json(row)
+        if rollout.index == 0:
+            drawn.append(by_id[rollout.turn_id])
+            groups.append([])
+        groups[-1].append(rollout)
+    return (drawn, groups) if groups else None
 
 
 def hand_over(policy: MegatronPolicy, cfg: Config, directory: Path) -> tuple[Handover, WeightSender | None]:

@@ -18,7 +18,7 @@ from pivotrl.config import Algorithm
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import Completion
 from pivotrl.local_rollouts import State
-from pivotrl.policy.prefix_tree import TokenSequence
+from pivotrl.policy.prefix_tree import Ints, TokenSequence
 from pivotrl.rollouts import Rollout
 from pivotrl.training.advantages import advantages
 from pivotrl.training.objective import (
@@ -89,11 +89,11 @@ def _overlong(rollout: Rollout) -> bool:
     return rollout.completion.finish_reason == "length"
 
 
-def sequence_of(name: str, prompt_ids: Sequence[int], completion: Completion, replay: bool) -> TokenSequence:
-    """What is trained of a completion. `replay`: with the experts that the engine chose; UserError without them."""
+def replayed(name: str, completion: Completion, replay: bool) -> Ints | None:
+    """The experts that a completion is trained with: the engine's choices with `replay`; UserError without any."""
     if replay and completion.routed_experts is None:
         raise UserError(f"experts.replay: the engine gave no routed experts for {name}")
-    return TokenSequence.of(prompt_ids, completion.token_ids, completion.routed_experts if replay else None)
+    return completion.routed_experts if replay else None
 
 
 def make_batch(
@@ -108,18 +108,18 @@ def make_batch(
     found: list[Scored] = []
     for number, (state, group) in enumerate(zip(states, groups, strict=True)):
         for r in group:
-            c = r.completion
+            c, name = r.completion, f"{r.turn_id}/{r.index}"
             if len(c.logprobs) != len(c.token_ids):
-                raise ValueError(f"{r.turn_id}/{r.index}: {len(c.token_ids)} tokens but {len(c.logprobs)} log-probs")
+                raise ValueError(f"{name}: {len(c.token_ids)} tokens but {len(c.logprobs)} log-probs")
             if r.verdict.reward is None or not _finite(r):
                 continue
             invalid = bool(r.action.problems)
             masked = (a.overlong_filter and _overlong(r)) or (invalid and a.invalid_action == "mask")
             found.append(
                 Scored(
-                    id=f"{r.turn_id}/{r.index}",
+                    id=name,
                     group=number,
-                    sequence=sequence_of(f"{r.turn_id}/{r.index}", state.prompt_ids, c, replay),
+                    sequence=TokenSequence.of(state.prompt_ids, c.token_ids, replayed(name, c, replay)),
                     logprobs=c.logprobs,
                     reward=r.verdict.reward,
                     fixed_advantage=a.invalid_advantage if invalid and a.invalid_action == "penalty" else None,

@@ -25,13 +25,14 @@ from pivotrl.evaluation.watch import Watcher
 from pivotrl.io import append_jsonl
 from pivotrl.local_rollouts import seed_for
 from pivotrl.policy.policy import MegatronPolicy
+from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.rollouts import TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
 from pivotrl.training import grpo
 from pivotrl.training.advantages import advantages
-from pivotrl.training.batch import Batch, Scored, sequence_of
+from pivotrl.training.batch import Batch, Scored, replayed
 from pivotrl.training.checkpoint import export
 from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
@@ -64,12 +65,13 @@ def episode_turns(
             for place, action in enumerate(result.actions):
                 assert isinstance(action, SampledAction)
                 assert action.completion is not None
+                ids = action.completion.token_ids
                 name = f"{result.task.id}/{result.trial}#{place}"
                 turns.append(
                     Scored(
                         name,
                         number,
-                        sequence_of(name, action.prompt_ids, action.completion, replay),
+                        TokenSequence.of(action.prompt_ids, ids, replayed(name, action.completion, replay)),
                         action.completion.logprobs,
                         reward(result) or 0.0,
                         fixed_advantage=advantage,

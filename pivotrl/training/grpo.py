@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from pivotrl.rollouts import Rollout, TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
-from pivotrl.training.aside import hand_over
+from pivotrl.training.aside import hand_over, recorded_rollouts
 from pivotrl.training.batch import Batch, Scored, make_batch
 from pivotrl.training.canary import canary_logprobs, check_canary
 from pivotrl.training.checkpoint import export
@@ -107,9 +106,11 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
         source = PivotSource(states, roller, cfg, run_dir)
         source.restore(saver.extra.get("pivots"), start)
-        handover.resume(engine, start, partial(source.recorded, directory / "rollouts.jsonl"))
+        handover.begin(engine, start, lambda: recorded_rollouts(directory / logs[0], start, source.states))
         watcher = Watcher(cfg, run_dir, bench, directory)
-        if not start:
+        if start:
+            handover.catch_up(engine, version=start)
+        else:
             watcher.look(engine, 0, 0)
 
         def sample(step: int) -> tuple[list[State], Groups]:
@@ -131,7 +132,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             if a.dynamic_sampling:
                 batch = keep_mixed(batch, len(groups))
             metrics |= batch.metrics | learn(policy, engine, handover, batch, cfg, step, nonfinite)
-            metrics |= handover.metrics() | {"seconds": time.monotonic() - clock}
+            metrics |= handover.ledger.metrics() | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
             tracker.log(step, metrics, rollout_tables(groups, step, cfg.tracking))
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
@@ -169,7 +170,7 @@ def learn(
     if "mismatch_abs" in stats and not stats["nonfinite"] and not handover.lags:
         found = Mismatch(stats["mismatch_abs"], stats["mismatch_max"], (-1, -1, float("nan"), float("nan")))
         require_agreement(found, limit, f"at step {step}")
-    handover.settle()
+    stats |= handover.settle()
     clock = time.monotonic()
     handover.to_engine(engine, version=step + 1)
     stats["seconds_refit"] = time.monotonic() - clock
@@ -180,9 +181,10 @@ def learn(
     return stats
 
 
-def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> None:
-    rows = [{"step": step, **r.to_json()} for group in groups for r in group]
-    append_jsonl(directory / "rollouts.jsonl", rows)
+def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> TokenCounts:
+    rollouts = [r for group in groups for r in group]
+    append_jsonl(directory / "rollouts.jsonl", [{"step": step, **r.to_json()} for r in rollouts])
+    return TokenCounts.of(rollouts)
 
 
 def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts, seconds: float) -> dict[str, Any]:

@@ -125,19 +125,12 @@ class Handover:
         self.seconds = {"seconds_generate": time.monotonic() - clock}
         return found
 
-    def resume(self, engine: Engine, start: int, recorded: Callable[[int], Any]) -> None:
-        """Before the first step of this process: the engine, which has pi_0's weights, gets those of step `start`.
+    def begin(self, engine: Engine, start: int, recorded: Callable[[], Any]) -> None:
+        """Before the first step of this process, of which `recorded()` gives the rollouts that were sampled early."""
 
-        `recorded(step)`: rollouts that were sampled before the interruption, where the next step's are sampled early.
-        """
-        if start:
-            self.catch_up(engine, start)
-
-    def metrics(self) -> dict[str, float]:
-        return self.seconds | self.ledger.metrics()
-
-    def settle(self) -> None:
-        """After the update: wait for what is sampled beside it. Here nothing is."""
+    def settle(self) -> dict[str, float]:
+        """After the update: wait for what is sampled beside it (here nothing is). Metrics of the rollouts."""
+        return self.seconds
 
     def generate(self, engine: Engine, work: Callable[[], Any]) -> Any:
         """Run `work` (which samples from the engine), then give the accelerator to the trainer."""

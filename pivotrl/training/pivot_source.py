@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pivotrl.config import Config
-from pivotrl.io import read_jsonl
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.profiling.ledger import Cost, CostLog
 from pivotrl.rollouts import Rollout
@@ -95,21 +94,6 @@ class PivotSource:
         self._mixed = [*self._mixed, sum(map(is_mixed, groups)) / len(groups)][-a.reprofile.window :]
         return drawn, groups
 
-    def recorded(self, path: Path, step: int) -> tuple[list[State], Groups] | None:
-        """What `sample(step)` gave before the run was interrupted, from the rollouts in `path`; None: nothing."""
-        states = {s.turn.id: s for s in self._states}
-        drawn: list[State] = []
-        groups: Groups = []
-        for row in read_jsonl(path) if path.is_file() else ():
-            if row["step"] != step:
-                continue
-            rollout = Rollout.from_json(row)
-            if rollout.index == 0:
-                drawn.append(states[rollout.turn_id])
-                groups.append([])
-            groups[-1].append(rollout)
-        return (drawn, groups) if groups else None
-
     def costs(self) -> dict[str, dict[str, float]]:
         """What was spent by purpose, interrupted attempts included."""
         spent = self._log.totals()
@@ -124,7 +108,7 @@ class PivotSource:
         self._sampler, self.pivots = self._new_sampler(states), len(states)
 
     def _new_sampler(self, states: Sequence[State]) -> EpochSampler:
-        self._states = states
+        self.states = states  # that are drawn from
         seed = self._cfg.seed if self._set is None else seed_for(self._cfg.seed, "pivots", self._set)
         return EpochSampler(states, self._cfg.algorithm.pivots_per_step, seed)
 

@@ -161,6 +161,8 @@ class VerifierRunner:
                 raise RuntimeError("this verifier runner is closed")
             started = time.monotonic()
             work = _Work(arrivals)
+            if not self.workers:
+                arrivals.wait()
             self._admit(work)
             if self.workers:
                 self._run(work)

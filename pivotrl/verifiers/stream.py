@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,12 @@ class Arrivals:
         self.closed, self.abandoned = True, self.abandoned or abandon
         self._ring()
 
+    def wait(self) -> None:
+        """Until nothing comes any more."""
+        while not self.closed:
+            select.select([self.signal], [], [])
+            os.read(self.signal, 1 << 16)
+
     def take(self) -> list[Pair]:
         """What came since the last call."""
         with contextlib.suppress(BlockingIOError):
@@ -57,7 +64,7 @@ class Arrivals:
 
 
 class VerdictStream:
-    """Verifies pairs as they come, in a thread that only talks to the runner's worker processes.
+    """Verifies pairs as they come, in a thread that only talks to the runner's worker processes (without any: at last).
 
         with VerdictStream(runner) as stream:
             ...  stream.put(lambda: (turn, action))

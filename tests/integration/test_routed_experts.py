@@ -136,9 +136,9 @@ def test_layers_are_counted_as_the_engine_counts(folder: Path, tmp_path: Path) -
 
 
 def test_experts_that_are_missing_are_an_error() -> None:
-    from pivotrl.training.batch import sequence_of
+    from pivotrl.training.batch import replayed
 
     completion = Completion((5,), (-0.5,), "stop", 0)
-    assert sequence_of("t#0/1", (1, 2), completion, replay=False).experts is None
+    assert replayed("t#0/1", completion, replay=False) is None
     with pytest.raises(UserError, match="gave no routed experts for t#0/1"):
-        sequence_of("t#0/1", (1, 2), completion, replay=True)
+        replayed("t#0/1", completion, replay=True)

@@ -106,7 +106,7 @@ def the_first_rank_samples_for_all() -> None:
             raise ValueError("the server is gone")
         return [step, os.getpid()]
 
-    handover.resume(engine, 0, lambda step: None)
+    handover.begin(engine, 0, lambda: None)
     found = [handover.rollouts(engine, sample, 0)]
     handover.settle()
     handover.to_engine(engine, 1)

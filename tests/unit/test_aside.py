@@ -73,26 +73,26 @@ class Run:
             if self.handover.lags and step + 1 < STEPS:
                 assert self.arrived[step + 1].wait(30), "the next rollouts are not sampled beside the update"
             self.trainer.weights = f"w{step + 1}"
-        self.handover.settle()
+        self.told = self.handover.settle()
         self.handover.to_engine(self.engine, step + 1)
         return found
 
 
 def test_rollouts_come_from_the_weights_before_the_update() -> None:
     run = Run(ahead=True)
-    run.handover.resume(run.engine, 0, lambda step: None)
+    run.handover.begin(run.engine, 0, lambda: None)
     assert run.engine.serves == "w0"
     found = [run.step(0)]
-    assert run.handover.metrics()["seconds_beside"] > 0
+    assert run.told["seconds_beside"] > 0
     found += [run.step(s) for s in range(1, STEPS)]
     assert found == [(0, "w0", 0), (1, "w0", 0), (2, "w1", 1), (3, "w2", 2)]
-    assert set(run.handover.metrics()) == {"seconds_generate"}
+    assert set(run.told) == {"seconds_generate"}
     assert sorted(run.sampled) == [0, 1, 2, 3]  # nothing for a step that never comes
 
 
 def test_without_it_they_come_from_the_trainers_own() -> None:
     run = Run(ahead=False)
-    run.handover.resume(run.engine, 0, lambda step: None)
+    run.handover.begin(run.engine, 0, lambda: None)
     assert [run.step(s) for s in range(STEPS)] == [(s, f"w{s}", s) for s in range(STEPS)]
     assert not run.handover.lags and not Handover(run.trainer, moves=False).lags
 
@@ -100,17 +100,17 @@ def test_without_it_they_come_from_the_trainers_own() -> None:
 def test_a_run_that_continues_takes_what_was_sampled() -> None:
     run = Run(ahead=True)
     run.trainer.weights = "w2"
-    run.handover.resume(run.engine, 2, lambda step: (step, "w1", 1))
+    run.handover.begin(run.engine, 2, lambda: (2, "w1", 1))
     assert [run.step(s) for s in (2, 3)] == [(2, "w1", 1), (3, "w2", 2)]
     run = Run(ahead=True)
     run.trainer.weights = "w3"
-    run.handover.resume(run.engine, 3, lambda step: None)  # it was to end there
+    run.handover.begin(run.engine, 3, lambda: None)  # it was to end there
     assert run.step(3) == (3, "w3", 3)
 
 
 def test_what_fails_beside_the_update_is_raised_after_it() -> None:
     run = Run(ahead=True)
-    run.handover.resume(run.engine, 0, lambda step: None)
+    run.handover.begin(run.engine, 0, lambda: None)
 
     def sample(step: int) -> str:
         if step:
