@@ -105,7 +105,7 @@ def _comparison(options: Any, seconds: dict[str, list[float]], sampled: dict[str
 class _Rounds:
     """One side: every call is a round with prompts of its own, the same ones for all sides, nothing of them cached."""
 
-    def __init__(self, count: int, run: Callable[[list[list[int]]], None]) -> None:
+    def __init__(self, count: int, run: Callable[[list[list[int]]], object]) -> None:
         self._draw, self._count, self._run = random.Random(0), count, run
 
     def __call__(self) -> None:

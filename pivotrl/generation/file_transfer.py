@@ -1,4 +1,4 @@
-"""The server's end of `server_weights.FileSender`: a backend of vLLM's weight-transfer API for any build, CPU included.
+"""The server's end of `server_files.FileSender`: a backend of vLLM's weight-transfer API for any build, CPU included.
 
 A server loads it with `--worker-extension-cls pivotrl.generation.file_transfer.Extension`, which imports this module in
 every worker before its model is made, and uses it with `--weight-transfer-config '{"backend": "file"}'`.

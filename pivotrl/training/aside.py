@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from pivotrl.config import Config
 from pivotrl.generation.engine import Engine
-from pivotrl.generation.server_weights import FileSender, NcclSender
+from pivotrl.generation.server_files import FileSender
+from pivotrl.generation.server_weights import NcclSender
 from pivotrl.generation.serving import free_port
 from pivotrl.io import read_jsonl
 from pivotrl.local_rollouts import State

@@ -17,7 +17,7 @@ import pytest
 from pivotrl.config import Generation
 from pivotrl.generation.engine import Completion, RefitError, Sampling
 from pivotrl.generation.server_engine import ServerEngine
-from pivotrl.generation.server_weights import FileSender
+from pivotrl.generation.server_files import FileSender
 from pivotrl.io import read_jsonl, write_json, write_jsonl
 from tests.tiny_models import save_tiny
 
