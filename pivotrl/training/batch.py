@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from pivotrl.config import Algorithm
-from pivotrl.errors import UserError
-from pivotrl.generation.engine import Completion
 from pivotrl.local_rollouts import State
-from pivotrl.policy.prefix_tree import Ints, TokenSequence
+from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.rollouts import Rollout
 from pivotrl.training.advantages import advantages
 from pivotrl.training.objective import (
@@ -30,6 +28,7 @@ from pivotrl.training.objective import (
     preferences,
     token_weights,
 )
+from pivotrl.training.replay import replayed
 from pivotrl.training.surrogate import kl_terms
 
 
@@ -87,13 +86,6 @@ def _finite(rollout: Rollout) -> bool:
 
 def _overlong(rollout: Rollout) -> bool:
     return rollout.completion.finish_reason == "length"
-
-
-def replayed(name: str, completion: Completion, replay: bool) -> Ints | None:
-    """The experts that a completion is trained with: the engine's choices with `replay`; UserError without any."""
-    if replay and completion.routed_experts is None:
-        raise UserError(f"experts.replay: the engine gave no routed experts for {name}")
-    return completion.routed_experts if replay else None
 
 
 def make_batch(

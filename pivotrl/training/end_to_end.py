@@ -32,10 +32,11 @@ from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
 from pivotrl.training import grpo
 from pivotrl.training.advantages import advantages
-from pivotrl.training.batch import Batch, Scored, replayed
+from pivotrl.training.batch import Batch, Scored
 from pivotrl.training.checkpoint import export
 from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
+from pivotrl.training.replay import replayed
 from pivotrl.training.sampling import EpochSampler
 from pivotrl.training.update import needs_reference, optimizer_steps
 

@@ -136,7 +136,7 @@ def test_layers_are_counted_as_the_engine_counts(folder: Path, tmp_path: Path) -
 
 
 def test_experts_that_are_missing_are_an_error() -> None:
-    from pivotrl.training.batch import replayed
+    from pivotrl.training.replay import replayed
 
     completion = Completion((5,), (-0.5,), "stop", 0)
     assert replayed("t#0/1", completion, replay=False) is None
