@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def replayed(name: str, completion: Completion, replay: bool) -> Ints | None:
-    """The engine's choices with `experts.replay`, else None (the trainer's own). Raises UserError where it gave none."""
+    """The engine's choices with `experts.replay`, else None: the trainer's own. UserError where it gave none."""
     if replay and completion.routed_experts is None:
         raise UserError(f"experts.replay: the engine gave no routed experts for {name}")
     return completion.routed_experts if replay else None
