@@ -76,6 +76,8 @@ def main() -> None:
 def _comparison(options: Any, seconds: dict[str, list[float]], sampled: dict[str, Rows], up: float) -> Comparison:
     row = options.samples * options.tokens
     tokens = options.prompts * row
+    lengths = {len(ids) for side in ("ours", "theirs") for group in sampled[side] for ids in group}
+    assert lengths == {options.tokens}, f"completions of {lengths} tokens are no equal work"
     details: dict[str, Any] = {
         "seconds": {side: [round(x, 3) for x in values] for side, values in seconds.items()},
         "same_tokens": sampled["ours"] == sampled["theirs"],
