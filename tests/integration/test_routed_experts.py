@@ -1,7 +1,7 @@
 """Experts from the engine to the trainer's replay (R3), on a real tiny Qwen3-MoE whose first layer is dense.
 
-CPU builds of vLLM give no experts back. Here the real engine samples, the choices of its own routers are recorded, and
-they are put where GPU builds put them, in the form in which those give them: all layers, all but the last token.
+GPU builds of vLLM give the experts back. CPU builds do not: there the real engine samples, the choices of its own
+routers are recorded, and they are put where GPU builds put them, in their form: all layers, all but the last token.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ def test_what_the_engine_chose_is_what_the_trainer_computes(folder: Path) -> Non
     pytest.importorskip("vllm")
     from pivotrl.generation.vllm_engine import VllmEngine
 
-    engine = VllmEngine(folder, Generation(max_sequences=8), "fp32", 64, 0, [])
-    Returns(engine, folder)
+    gpu = torch.cuda.is_available()
+    settings = Generation(max_sequences=8, routed_experts=gpu, gpu_memory_utilization=0.2)
+    engine = VllmEngine(folder, settings, "fp32", 64, 0, [])
+    if not gpu:
+        Returns(engine, folder)
     renderer: Any = SimpleNamespace(parse=lambda ids, tools: Action("x"))
     states = [State(SimpleNamespace(id=f"t{i}#0", tools=[]), p) for i, p in enumerate(PROMPTS)]  # type: ignore[arg-type]
     try:
@@ -104,9 +107,8 @@ def test_what_the_engine_chose_is_what_the_trainer_computes(folder: Path) -> Non
             assert experts.shape == (len(prompt) + len(rollout.completion.token_ids) - 1, LAYERS - 1, K)
             assert experts.max() < EXPERTS and (experts[..., 0] != experts[..., 1]).all()
     batch = make_batch(states, groups, Algorithm(), replay=True)
-    settings = Optimizer(learning_rate=1e-3)
     policy = MegatronPolicy.load(
-        folder, Parallel(), Precision(policy="fp32"), settings, 64, 10, 0, experts=Experts(replay=True)
+        folder, Parallel(), Precision(policy="fp32"), Optimizer(), 64, 10, 0, experts=Experts(replay=True)
     )
 
     def mismatch(shift: int) -> float:
