@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pivotrl.config import Algorithm, Sampling
+from pivotrl.config import Algorithm, Config, Sampling
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("group", "group_sample", "mean_only", "leave_one_out", "leave_one_out_mean"),
@@ -152,3 +152,30 @@ def _dpo(a: Algorithm) -> Iterator[str]:
             yield f"algorithm.{key}={value} has no place in loss=dpo (use {'null' if needed is None else needed})"
     if a.invalid_action == "penalty":
         yield "algorithm.invalid_action=penalty sets an advantage, and loss=dpo has none (use score or mask)"
+
+
+def one_step_off_conflicts(cfg: Config) -> Iterator[str]:
+    """What sampling beside the update asks for."""
+    a = cfg.algorithm
+    if not a.one_step_off:
+        return
+    if cfg.generation.server is None:
+        yield (
+            "algorithm.one_step_off=true needs generation.server: in one process engine and trainer take turns on the "
+            "same accelerators, so that nothing would run beside the update"
+        )
+    if a.importance_correction == "none":
+        yield (
+            "algorithm.one_step_off=true needs algorithm.importance_correction (truncated, masked or geometric): "
+            "rollouts are of the weights before the last update, and only the correction makes up for that"
+        )
+    if a.reprofile.every_steps is not None or a.reprofile.below_mixed is not None:
+        yield (
+            "algorithm.one_step_off=true: the next step's pivots are drawn before a re-profile could renew them "
+            "(use algorithm.reprofile.every_steps=null below_mixed=null)"
+        )
+    if cfg.experts.replay:
+        yield (
+            "algorithm.one_step_off=true with experts.replay=true: a run that continues takes its next rollouts from "
+            "train/rollouts.jsonl, which does not keep the experts of each token"
+        )

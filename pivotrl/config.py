@@ -107,7 +107,8 @@ class Generation:
     max_sequences: int = 128  # in flight in one engine
     kv_cache_gib: float = 1.0  # CPU builds; GPUs use gpu_memory_utilization
     gpu_memory_utilization: float = 0.6
-    server: str | None = None  # URL of a vLLM server that serves pi_0, for profiling; None: an engine here
+    server: str | None = None  # URL of a vLLM server that serves pi_0; None: an engine here
+    weight_transfer: str = "nccl"  # how training renews a server's weights: "nccl" | "file" (docs/generation.md)
     tensor_parallel: int = 1
     enforce_eager: bool = True
     verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent
@@ -204,9 +205,7 @@ class Algorithm:
     std_epsilon: float = 1e-6
     invalid_action: str = "score"  # malformed actions: "score" (as verified) | "penalty" (a fixed advantage) | "mask"
     invalid_advantage: float = -5.0  # of "penalty"; takes no part in the group's mean and std
-    overlong_filter: bool = (
-        False  # rollouts cut at sampling.max_new_tokens carry no loss; their reward stays in the group
-    )
+    overlong_filter: bool = False  # rollouts cut at max_new_tokens carry no loss; their reward stays in the group
     drop_uniform_groups: bool = False  # groups of equal rewards leave the denominator and the KL term as well
     # Which pivots. Dynamic sampling (DAPO): pivots whose group has equal rewards are replaced by the next ones, in at
     # most so many further submissions a step, and their groups leave the batch. 0: off
@@ -235,6 +234,7 @@ class Algorithm:
     importance_sequence_low: float = 0.999  # of "geometric": bounds on the geometric mean over an action
     importance_sequence_high: float = 1.002
     sequence_mismatch_limit: float | None = None  # mask actions whose mean exp|trainer - generator| is above; None: off
+    one_step_off: bool = False  # generation.server samples step n + 1 beside the training of step n
     # One optimiser step a batch (1 and 1) is strictly on-policy: the ratio is 1 and no clip is ever active.
     epochs: int = 1  # passes over the batch of a step
     minibatches: int = 1  # optimiser steps of a pass, each on its own groups with its own denominator

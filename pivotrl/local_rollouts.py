@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pivotrl.config import Config
+from pivotrl.generation.data_parallel import merged
 from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.peers import work_together
 from pivotrl.rendering.prompts import prompts_of
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.duplicates import TurnDigests
-from pivotrl.trajectories.schema import Turn
-from pivotrl.verifiers.base import Verifier
-from pivotrl.verifiers.runner import score_pairs
+from pivotrl.trajectories.schema import Action, Turn
+from pivotrl.verifiers.base import Verdict, Verifier
+from pivotrl.verifiers.runner import VerifierRunner, score_pairs
+from pivotrl.verifiers.stream import VerdictStream
 from pivotrl.watchdog import beat
 
 if TYPE_CHECKING:
@@ -178,9 +181,58 @@ class LocalRoller:
     def timed_groups(
         self, states: Sequence[State], n: int, seeds: Sequence[int], first_index: int = 0
     ) -> tuple[list[list[Rollout]], float]:
-        """The groups, whose rollouts are numbered from `first_index`, and the seconds that the engine took for them."""
+        """The groups, whose rollouts are numbered from `first_index`, and the seconds that the engine took for them.
+
+        A verifier with worker processes scores each rollout as it finishes, beside the sampling of the others; one
+        that computes in this process does so when the engine has finished.
+        """
+        if isinstance(self.verifier, VerifierRunner) and (self.verifier.workers or self._is_apart()):
+            return self._scored_beside(self.verifier, states, n, seeds, first_index)
         clock = time.perf_counter()
         completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds)
         seconds = time.perf_counter() - clock
         beat()
         return score(states, completions, self.renderer, self.verifier, first_index), seconds
+
+    def _is_apart(self) -> bool:
+        """Whether one process of several is alone with the engine (a server): it then meets no other in here."""
+        return int(os.environ.get("WORLD_SIZE", "1")) > 1 and self._spans() == 1
+
+    def _spans(self) -> int:
+        """Processes that the engine spans."""
+        return self.engine.layout.engines * self.engine.layout.tensor
+
+    def _scored_beside(
+        self, runner: VerifierRunner, states: Sequence[State], n: int, seeds: Sequence[int], first_index: int
+    ) -> tuple[list[list[Rollout]], float]:
+        told: list[tuple[int, int]] = []  # places in the order in which they finished
+        actions: list[Action] = []  # in the same order
+
+        def pair(i: int, completion: Completion) -> tuple[Turn, Action]:
+            actions.append(self.renderer.parse(completion.token_ids, states[i].turn.tools))
+            return states[i].turn, actions[-1]
+
+        def on_finished(i: int, k: int, completion: Completion) -> None:
+            told.append((i, k))
+            stream.put(partial(pair, i, completion))
+
+        clock = time.perf_counter()
+        with VerdictStream(runner) as stream:
+            completions = self.engine.generate([s.prompt_ids for s in states], self.sampling, n, seeds, on_finished)
+            seconds = time.perf_counter() - clock
+            beat()
+
+            def mine() -> dict[tuple[int, int], tuple[Action, Verdict]]:
+                verdicts = stream.verdicts()
+                return dict(zip(told, zip(actions, verdicts, strict=True), strict=True))
+
+            # where the engine spans processes each was told of a part, and one verdict holds for all
+            found = mine() if self._spans() == 1 else merged(mine)
+        groups = [
+            [
+                Rollout(state.turn.id, first_index + k, len(state.prompt_ids), completion, *found[i, k])
+                for k, completion in enumerate(group)
+            ]
+            for i, (state, group) in enumerate(zip(states, completions, strict=True))
+        ]
+        return groups, seconds

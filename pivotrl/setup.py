@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pivotrl.config import Config, VerifierConfig
 from pivotrl.generation.engine import Engine, Sampling
+from pivotrl.io import keeps_books
 from pivotrl.models.builtin import resolve_model
 from pivotrl.rendering.chat import Renderer
 from pivotrl.verifiers.base import Verifier
 from pivotrl.verifiers.runner import open_verifier
+
+if TYPE_CHECKING:
+    from pivotrl.generation.server_engine import WeightSender
 
 
 def start_policy(cfg: Config, run_dir: Path) -> Path:
@@ -57,15 +62,26 @@ class Workbench:
         return self.verifier if self.cfg.algorithm.reward == "functional" else open_verifier(VerifierConfig("strict"))
 
     @contextmanager
-    def engine(self) -> Iterator[Engine]:
-        """An engine with pi_0's weights, closed at the end: vLLM in this process, or the server that is configured."""
+    def engine(self, sender: WeightSender | None = None) -> Iterator[Engine]:
+        """An engine with pi_0's weights, closed at the end: vLLM in this process, or the server that is configured.
+
+        `sender` carries new weights to a server; without one it keeps what it serves.
+        """
         from pivotrl.generation.server_engine import ServerEngine
         from pivotrl.generation.vllm_engine import VllmEngine
 
         stop, length = list(self.renderer.stop_token_ids), self.cfg.model.context_length
         engine: ServerEngine | VllmEngine
         if self.cfg.generation.server is not None:
-            engine = ServerEngine(self.cfg.generation.server, stop_token_ids=stop, max_length=length)
+            engine = ServerEngine(
+                self.cfg.generation.server,
+                stop_token_ids=stop,
+                max_length=length,
+                sender=sender,
+                folder=self.start_policy,
+                controls=keeps_books(),
+                routed_experts=self.cfg.generation.routed_experts,
+            )
         else:
             engine = VllmEngine(
                 self.start_policy,

@@ -20,6 +20,8 @@ BENIGN_KEYS = (
     "checkpoint",
     "cluster",
     "watch",
+    "generation.server",  # it draws the same samples, and is at another address in every job
+    "generation.weight_transfer",
     "generation.max_sequences",
     "generation.kv_cache_gib",
     "generation.gpu_memory_utilization",

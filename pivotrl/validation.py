@@ -97,11 +97,12 @@ def conflicts(
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
         found += algorithm_checks.reprofile_conflicts(cfg.algorithm, world)
-    refits = [s.name for s in active if s.name in ("train", "evaluate")]
-    if cfg.generation.server is not None and refits:
+    found += algorithm_checks.one_step_off_conflicts(cfg) if "train" in stages else ()
+    if cfg.generation.server is not None and any(s.name in ("evaluate", "e2e") for s in active):
+        names = ", ".join(s.name for s in active if s.name in ("evaluate", "e2e"))
         found.append(
-            f"generation.server: {', '.join(refits)} load new weights into the engine, which a server's HTTP interface "
-            "alone cannot; use it for `pivotrl profile`, and generation.server=null for the other stages"
+            f"generation.server: {names} needs an engine in this process (generation.server=null); a server is for "
+            "`pivotrl profile` and `pivotrl train`"
         )
     if stage == "run" and cfg.profile.shard is not None:
         found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")

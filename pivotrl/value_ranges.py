@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "warmup.optimizer.schedule": ("constant", "linear"),
     "sft.optimizer.schedule": ("constant", "linear"),
     "cluster.container.kind": ("none", "pyxis", "apptainer"),
+    "generation.weight_transfer": ("nccl", "file"),
     "generation.verify_refit": ("always", "every_n", "off"),
     "tracking.wandb": ("auto", "online", "offline", "disabled"),
 }

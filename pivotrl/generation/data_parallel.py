@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pivotrl.generation.engine import Completion
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def share(order: Sequence[int], engine: int, engines: int) -> list[int]:
@@ -20,12 +23,22 @@ def gather_groups(
 
     An error on one rank is raised on every rank, so that none waits for it.
     """
+
+    def own() -> dict[int, list[Completion]]:
+        groups = sample()
+        return {i: groups[i] for i in mine}
+
+    found = merged(own)
+    return [found[i] for i in range(count)]
+
+
+def merged(mine: Callable[[], dict[K, V]]) -> dict[K, V]:
+    """The parts that the ranks found, put together on all of them. An error of one is raised on all."""
     import torch.distributed as dist
 
-    own: tuple[dict[int, list[Completion]], Exception | None]
+    own: tuple[dict[K, V], Exception | None]
     try:
-        groups = sample()
-        own = ({i: groups[i] for i in mine}, None)
+        own = (mine(), None)
     except Exception as error:
         own = ({}, error)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -33,5 +46,4 @@ def gather_groups(
     for _, failed in everyone:
         if failed is not None:
             raise failed
-    found = {i: group for part, _ in everyone for i, group in part.items()}
-    return [found[i] for i in range(count)]
+    return {key: value for part, _ in everyone for key, value in part.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +41,10 @@ class Completion:
     routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
+# (prompt, sample, completion) of one that is finished, while others are still being sampled. It must return at once.
+OnFinished = Callable[[int, int, Completion], None]
+
+
 class Engine(Protocol):
     """A generator that takes the accelerator in turn with the trainer.
 
@@ -55,9 +59,18 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
-        """`n` completions for each prompt (token ids); `seeds[i]` seeds the n samples of prompt i."""
+        """`n` completions for each prompt (token ids); `seeds[i]` seeds the n samples of prompt i.
+
+        A sample depends on the weights, its prompt, its seed and its number: not on the others nor on their order.
+        `on_finished` hears of each completion once, in one of the processes that the engine spans.
+        """
         ...
 
     def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:

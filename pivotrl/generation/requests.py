@@ -42,10 +42,15 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
             )
 
 
-def sample_seed(seed: int, k: int) -> int:
-    """Seed of sample `k` of a prompt, in [0, 2**63).
+def first_seed(seed: int) -> int:
+    """Seed of the first sample of a prompt, in [0, 2**62); vLLM seeds the others of one request with this + k.
 
-    Hashed, not added: with `seed + k`, prompts with neighbouring seeds would share the noise of n - 1 of their samples.
+    Hashed: neighbouring seeds would otherwise share the noise of n - 1 of their samples.
     """
-    digest = hashlib.blake2b(f"{seed}:{k}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def sample_seed(seed: int, k: int) -> int:
+    """Seed of sample `k` of a prompt, the same whether its samples are one request or many."""
+    return first_seed(seed) + k

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pivotrl.errors import UserError
 from pivotrl.generation.base import StatefulEngine
-from pivotrl.generation.engine import Completion, Sampling
+from pivotrl.generation.engine import Completion, OnFinished, Sampling
 from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
 from pivotrl.generation.requests import check_request
 
@@ -44,15 +44,24 @@ class ScriptedEngine(StatefulEngine):
         self._prefix_cache: dict[tuple[int, ...], str] = {}  # prompt -> digest of the weights that computed it
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         self._state.require_generate()
         check_request(prompts, n, seeds)
         self.generate_calls += 1
-        return [
-            [self._complete(tuple(prompt), k, seed, sampling) for k in range(n)]
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        groups: list[list[Completion]] = []
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            groups.append([])
+            for k in range(n):
+                groups[i].append(self._complete(tuple(prompt), k, seed, sampling))
+                if on_finished:
+                    on_finished(i, k, groups[i][k])
+        return groups
 
     def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
         """Numbers that depend on weights and tokens alone."""
@@ -127,11 +136,21 @@ class ReplayEngine(StatefulEngine):
         self._next: dict[tuple[int, ...], int] = defaultdict(int)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         self._state.require_generate()
         check_request(prompts, n, seeds)
-        return [self._take(tuple(prompt), i, n) for i, prompt in enumerate(prompts)]
+        groups = [self._take(tuple(prompt), i, n) for i, prompt in enumerate(prompts)]
+        if on_finished:
+            for i, group in enumerate(groups):
+                for k, completion in enumerate(group):
+                    on_finished(i, k, completion)
+        return groups
 
     def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
         raise UserError("replay: recorded rollouts cannot score other tokens; use an engine with a model")

@@ -1,7 +1,7 @@
 """An OpenAI-compatible vLLM endpoint as an engine: token ids in, token ids and log-probs out. Imports no engine.
 
 Start the server with `--logprobs-mode processed_logprobs` (else log-probs are those before temperature) and, to refit
-it, with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "nccl"}'`.
+it, with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "nccl"}'` (docs/generation.md).
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pivotrl.errors import UserError
 from pivotrl.generation.base import StatefulEngine
-from pivotrl.generation.engine import Completion, NonFiniteLogprobs, RefitError, Sampling
+from pivotrl.generation.engine import Completion, NonFiniteLogprobs, OnFinished, RefitError, Sampling
 from pivotrl.generation.http_json import HttpError, JsonClient
-from pivotrl.generation.requests import check_lengths, check_request, sample_seed
+from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
+from pivotrl.generation.requests import check_lengths, check_request, first_seed
+from pivotrl.generation.routed import RoutedLayers
+from pivotrl.generation.state import Phase
 
 if TYPE_CHECKING:
     import numpy as np
 
-CONNECTIONS = 64  # prompts in flight; the server batches them
+CONNECTIONS = 1024  # requests in flight, one a prompt; the server batches them
 
 
 class WeightSender(Protocol):
@@ -39,6 +43,9 @@ class ServerEngine(StatefulEngine):
         model: its served name; None: the only one that it serves.
         max_length: tokens of prompt and completion; None: the server's.
         sender: carries weights at a refit; None: this engine cannot be refitted.
+        folder: Hugging Face folder of the model; names and shapes of every refit are checked against it.
+        routed_experts: completions carry the experts of each token; needs `folder`.
+        controls: whether this process pauses, refits and resumes the server: one of a trainer's does.
 
     The samples of a prompt are one request (`n`), so the server computes the prompt once.
     """
@@ -51,6 +58,9 @@ class ServerEngine(StatefulEngine):
         max_length: int | None = None,
         sender: WeightSender | None = None,
         timeout_seconds: float = 600.0,
+        folder: Path | None = None,
+        controls: bool = True,
+        routed_experts: bool = False,
     ) -> None:
         super().__init__()
         self._client = JsonClient(url, timeout_seconds)
@@ -64,10 +74,17 @@ class ServerEngine(StatefulEngine):
         row = next(row for row in served if row["id"] == self._model)
         self._max_length = max_length or row.get("max_model_len") or 2**31
         self._stop_token_ids = list(stop_token_ids)
-        self._sender = sender
+        self._sender, self._controls = sender, controls
+        self._expected = None if folder is None else ExpectedWeights.from_folder(folder)
+        self._routed = RoutedLayers.of_folder(folder) if routed_experts and folder is not None else None
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Raises UserError for what the server refuses or does not give back."""
         self._state.require_generate()
@@ -75,10 +92,19 @@ class ServerEngine(StatefulEngine):
         check_lengths(prompts, sampling.max_new_tokens, self._max_length)
         if not prompts:
             return []
-        bodies = [self._body(prompt, sampling, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        with ThreadPoolExecutor(min(CONNECTIONS, len(bodies))) as pool:
-            answers = list(pool.map(lambda body: self._client.post("/v1/completions", body), bodies))
-        groups = [self._completions(answer, n) for answer in answers]
+        order = sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))  # what shares a history is adjacent
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        with ThreadPoolExecutor(min(CONNECTIONS, len(prompts))) as pool:
+            asked = {pool.submit(self._ask, self._body(prompts[i], sampling, n, seeds[i])): i for i in order}
+            try:
+                for answer in as_completed(asked):
+                    groups[i := asked[answer]] = self._completions(answer.result(), n)
+                    if on_finished:
+                        for k, completion in enumerate(groups[i]):
+                            on_finished(i, k, completion)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         bad = [
             (i, k, next(t for t, value in enumerate(c.logprobs) if not math.isfinite(value)))
             for i, group in enumerate(groups)
@@ -100,6 +126,9 @@ class ServerEngine(StatefulEngine):
             out.append([float(rows[i][str(ids[i])]["logprob"]) for i in range(len(prompt), len(ids))])
         return out
 
+    def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self._client.post("/v1/completions", body)
+
     def _body(self, prompt: Sequence[int], sampling: Sampling, n: int, seed: int) -> dict[str, Any]:
         return {
             "model": self._model,
@@ -109,8 +138,7 @@ class ServerEngine(StatefulEngine):
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "max_tokens": sampling.max_new_tokens,
-            # sample k is seeded with this + k; half the range, so that the sum stays in it
-            "seed": sample_seed(seed, 0) >> 1,
+            "seed": first_seed(seed),  # the server adds k for sample k
             "stop_token_ids": self._stop_token_ids,
             "ignore_eos": True,  # only our stop ids end a completion
             "logprobs": 0,
@@ -139,14 +167,15 @@ class ServerEngine(StatefulEngine):
         if choice["finish_reason"] not in ("stop", "length"):
             raise RuntimeError(f"the server ended a request with {choice['finish_reason']!r}; see its log")
         values = tuple(math.nan if value is None else float(value) for value in logprobs)
-        experts = choice.get("routed_experts")
+        given = choice.get("routed_experts")
+        experts = None if given is None else decode_array(given)
         return Completion(
             tuple(ids),
             values,
             choice["finish_reason"],
             self.weight_version,
             cached,
-            None if experts is None else decode_array(experts),
+            experts if self._routed is None else self._routed.pick(experts),
         )
 
     def _sleep(self, discard_weights: bool) -> None:
@@ -161,19 +190,39 @@ class ServerEngine(StatefulEngine):
             raise RefitError(
                 f"{self._client.url}: this server engine was made without a weight sender, so it cannot be refitted"
             )
+        running = self._state.phase is Phase.READY
+        if running:
+            self._rl("/pause", "wait")  # what is in flight keeps its weights
         try:
-            self._sender.send(self._client, weights, version)
+            self._sender.send(self._client, self._checked(weights), version)
+            if not self._controls:
+                return
             self._client.post("/reset_prefix_cache", {})
             served = self._client.get("/weight_info").get("weight_version")
         except HttpError as error:
             raise RefitError(self._refused(error)) from error
         if str(served) != str(version):
             raise RefitError(f"{self._client.url} serves weight version {served} after the refit to {version}")
+        if running:
+            self._rl("/resume")
+
+    def _checked(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The weights as they are sent: known, of the right shape, finite, none missing. Raises RefitError."""
+        if self._expected is None or not self._controls:
+            yield from weights
+            return
+        check = RefitCheck(self._expected)
+        for name, tensor in weights:
+            check.add(name, tuple(tensor.shape), finite=bool(tensor.isfinite().all()))
+            yield name, tensor
+        check.finish()
 
     def _close(self) -> None:
         pass
 
     def _rl(self, path: str, mode: str | None = None) -> None:
+        if not self._controls:
+            return
         try:
             self._client.post(path + (f"?mode={mode}" if mode else ""), {})
         except HttpError as error:

@@ -24,7 +24,10 @@ class NcclSender:
         import torch
 
         if not torch.cuda.is_available():
-            raise UserError("weights are sent to a server over NCCL, which needs an NVIDIA GPU on the trainer's side")
+            raise UserError(
+                "generation.weight_transfer=nccl: weights are sent over NCCL, which needs an NVIDIA GPU on the "
+                "trainer's side; use generation.weight_transfer=file"
+            )
         self._shapes, self._rank, self._address, self._port = shapes, rank, address, port
         self._engine: Any = None
         self._source: Any = None
@@ -35,13 +38,10 @@ class NcclSender:
         if self._engine is None:
             self._source = _source(self._shapes)
             self._engine = self._join(HTTPVLLMWeightSyncClient(client.url), client)
-        if self._rank == 0:
-            client.post("/pause?mode=wait", {})
         self._source.pairs = lambda: iter(weights)
         self._engine.send_weights()
         if self._rank == 0:
             client.post("/update_weight_version", {"new_version": str(version)})
-            client.post("/resume", {})
 
     def _join(self, sync: Any, client: JsonClient) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from pivotrl.config import Generation
 from pivotrl.errors import UserError
 from pivotrl.generation.base import StatefulEngine
 from pivotrl.generation.data_parallel import gather_groups, share
-from pivotrl.generation.engine import Completion, NonFiniteLogprobs, Sampling
+from pivotrl.generation.engine import Completion, NonFiniteLogprobs, OnFinished, Sampling
 from pivotrl.generation.refit_check import ExpectedWeights
 from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
+from pivotrl.generation.routed import RoutedLayers
 from pivotrl.refit.layout import EngineLayout
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class VllmEngine(StatefulEngine):
             "seed": seed,
             "use_tqdm_on_load": False,
         }
+        self._routed = RoutedLayers.of_folder(model_dir) if generation.routed_experts else None
         if generation.routed_experts:
             if self._on_cpu:
                 raise UserError("generation.routed_experts: CPU builds of vLLM cannot give them back; set it to false")
@@ -122,7 +124,12 @@ class VllmEngine(StatefulEngine):
         return EngineLayout(int(os.environ.get("WORLD_SIZE", "1")) // tensor, tensor)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Everything is submitted at once; samples of a prompt share its prefix.
 
@@ -141,10 +148,12 @@ class VllmEngine(StatefulEngine):
             return []
         # prompts that share a history are neighbours: its blocks are still cached when the next one comes
         order = sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))
-        if self.layout.engines == 1:
-            return self._sample(prompts, sampling, n, seeds, order)
-        mine = share(order, int(os.environ["RANK"]) // self.layout.tensor, self.layout.engines)
-        return gather_groups(len(prompts), mine, lambda: self._sample(prompts, sampling, n, seeds, mine))
+        rank, layout = int(os.environ.get("RANK", "0")), self.layout
+        tell = on_finished if rank % layout.tensor == 0 else None
+        if layout.engines == 1:
+            return self._sample(prompts, sampling, n, seeds, order, tell)
+        mine = share(order, rank // layout.tensor, layout.engines)
+        return gather_groups(len(prompts), mine, lambda: self._sample(prompts, sampling, n, seeds, mine, tell))
 
     def _sample(
         self,
@@ -153,19 +162,42 @@ class VllmEngine(StatefulEngine):
         n: int,
         seeds: Sequence[int],
         order: Sequence[int],
+        on_finished: OnFinished | None,
     ) -> list[list[Completion]]:
         """Completions of the prompts in `order`, at their places; the others' places stay empty."""
-        # one request per sample (vLLM's own n= does the same inside): it reports each one's cached tokens and takes
-        # seeds that are not neighbours
-        requests = [{"prompt_token_ids": list(prompts[i])} for i in order for _ in range(n)]
-        params = [self._params(sampling, sample_seed(seeds[i], k)) for i in order for k in range(n)]
-        outputs = self._llm.generate(requests, params, use_tqdm=False) if requests else []
-        completions = [self._completion(output) for output in outputs]
-        groups: list[list[Completion]] = [[]] * len(prompts)
-        for place, i in enumerate(order):
-            groups[i] = completions[place * n : (place + 1) * n]
-        _refuse_non_finite(groups)
-        return groups
+        # One request a sample. vLLM makes as many of one with n > 1, from the same seeds, and computes the prompt once
+        # either way; but it would give them back all together, with the cached tokens of one of them.
+        places = [(i, k) for i in order for k in range(n)]
+        requests = [{"prompt_token_ids": list(prompts[i])} for i, _ in places]
+        params = [self._params(sampling, sample_seed(seeds[i], k)) for i, k in places]
+        groups: list[list[Completion | None]] = [[] for _ in prompts]
+        for i in order:
+            groups[i] = [None] * n
+        with closing(self._run(requests, params)) as outputs:
+            for place, output in outputs:
+                i, k = places[place]
+                completion = groups[i][k] = self._completion(output)
+                if on_finished:
+                    on_finished(i, k, completion)
+        found = [[c for c in group if c is not None] for group in groups]
+        _refuse_non_finite(found)
+        return found
+
+    def _run(self, requests: list[Any], params: list[Any]) -> Generator[tuple[int, Any]]:
+        """(number of the request, its output) of each request as it finishes. None is left if the caller stops."""
+        if not requests:
+            return
+        engine = self._llm.llm_engine
+        ids = self._llm.enqueue(requests, params, use_tqdm=False)
+        numbers = {name.partition("-")[0]: i for i, name in enumerate(ids)}  # vLLM appends a random part to its own
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        yield numbers.pop(output.request_id), output
+        finally:
+            if numbers:
+                engine.abort_request(ids, internal=True)
 
     def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs, at temperature 1, of each continuation's tokens after its prompt. Errors as of `generate`."""
@@ -234,7 +266,7 @@ class VllmEngine(StatefulEngine):
             sample.finish_reason,
             self.weight_version,
             output.num_cached_tokens or 0,
-            sample.routed_experts,
+            None if self._routed is None else self._routed.pick(sample.routed_experts),
         )
 
     def _reset_prefix_cache(self) -> None:

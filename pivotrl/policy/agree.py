@@ -45,6 +45,15 @@ def everyone(value: T) -> list[T]:
     return values  # type: ignore[return-value]
 
 
+def of_first(value: T) -> T:
+    """The value of rank 0, on every rank."""
+    if world() == 1:
+        return value
+    values: list[T] = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def to_first(value: T) -> list[T]:
     """The value of every rank, on rank 0; nothing elsewhere."""
     if world() == 1:

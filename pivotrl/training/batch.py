@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pivotrl.config import Algorithm
-from pivotrl.errors import UserError
 from pivotrl.local_rollouts import State
 from pivotrl.policy.prefix_tree import TokenSequence
 from pivotrl.rollouts import Rollout
@@ -29,6 +28,7 @@ from pivotrl.training.objective import (
     preferences,
     token_weights,
 )
+from pivotrl.training.replay import replayed
 from pivotrl.training.surrogate import kl_terms
 
 
@@ -100,20 +100,18 @@ def make_batch(
     found: list[Scored] = []
     for number, (state, group) in enumerate(zip(states, groups, strict=True)):
         for r in group:
-            c = r.completion
+            c, name = r.completion, f"{r.turn_id}/{r.index}"
             if len(c.logprobs) != len(c.token_ids):
-                raise ValueError(f"{r.turn_id}/{r.index}: {len(c.token_ids)} tokens but {len(c.logprobs)} log-probs")
+                raise ValueError(f"{name}: {len(c.token_ids)} tokens but {len(c.logprobs)} log-probs")
             if r.verdict.reward is None or not _finite(r):
                 continue
-            if replay and c.routed_experts is None:
-                raise UserError(f"experts.replay: the engine gave no routed experts for {r.turn_id}/{r.index}")
             invalid = bool(r.action.problems)
             masked = (a.overlong_filter and _overlong(r)) or (invalid and a.invalid_action == "mask")
             found.append(
                 Scored(
-                    id=f"{r.turn_id}/{r.index}",
+                    id=name,
                     group=number,
-                    sequence=TokenSequence.of(state.prompt_ids, c.token_ids, c.routed_experts if replay else None),
+                    sequence=TokenSequence.of(state.prompt_ids, c.token_ids, replayed(name, c, replay)),
                     logprobs=c.logprobs,
                     reward=r.verdict.reward,
                     fixed_advantage=a.invalid_advantage if invalid and a.invalid_action == "penalty" else None,

@@ -36,6 +36,7 @@ from pivotrl.training.batch import Batch, Scored
 from pivotrl.training.checkpoint import export
 from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
+from pivotrl.training.replay import replayed
 from pivotrl.training.sampling import EpochSampler
 from pivotrl.training.update import needs_reference, optimizer_steps
 
@@ -47,8 +48,12 @@ def reward(result: EpisodeResult) -> float | None:
     return None if result.outcome is None else float(result.outcome.success)
 
 
-def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm) -> list[Scored]:
+def episode_turns(
+    groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorithm, replay: bool = False
+) -> list[Scored]:
     """Every turn of every scored episode. `groups[i]` are the episodes of one task: the group of the advantage.
+
+    `replay`: as in `make_batch`.
 
     The advantage is made of episodes, so it is given with each turn: a long episode counts once in its group.
     """
@@ -62,11 +67,12 @@ def episode_turns(groups: Sequence[Sequence[EpisodeResult]], algorithm: Algorith
                 assert isinstance(action, SampledAction)
                 assert action.completion is not None
                 ids = action.completion.token_ids
+                name = f"{result.task.id}/{result.trial}#{place}"
                 turns.append(
                     Scored(
-                        f"{result.task.id}/{result.trial}#{place}",
+                        name,
                         number,
-                        TokenSequence.of(action.prompt_ids, ids),
+                        TokenSequence.of(action.prompt_ids, ids, replayed(name, action.completion, replay)),
                         action.completion.logprobs,
                         reward(result) or 0.0,
                         fixed_advantage=advantage,
@@ -151,7 +157,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             check_errors(results, directory)
             spent += actor.spent
             metrics = {"seconds_generate": time.monotonic() - clock, "rollouts": float(actor.spent.rollouts)}
-            batch = Batch(episode_turns(groups, cfg.algorithm), group_metrics(groups))
+            batch = Batch(episode_turns(groups, cfg.algorithm, cfg.experts.replay), group_metrics(groups))
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = grpo.open_gate(policy, batch.rollouts, cfg, "before the first step").mean
             metrics |= batch.metrics | grpo.learn(policy, engine, handover, batch, cfg, step, nonfinite)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,14 @@ from pivotrl.rollouts import Rollout, TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
+from pivotrl.training.aside import hand_over, recorded_rollouts
 from pivotrl.training.batch import Batch, Scored, make_batch
 from pivotrl.training.canary import canary_logprobs, check_canary
 from pivotrl.training.checkpoint import export
 from pivotrl.training.gate import Mismatch, limit_for, require_agreement
-from pivotrl.training.handover import Handover
+from pivotrl.training.handover import Handover, check_weight_version
 from pivotrl.training.nonfinite import NonFiniteSteps
-from pivotrl.training.pivot_source import PivotSource, keep_mixed
+from pivotrl.training.pivot_source import Groups, PivotSource, keep_mixed
 from pivotrl.training.rollout_tables import rollout_tables
 from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.training.update import needs_reference, optimizer_steps, update
@@ -63,14 +63,6 @@ def load_pivots(cfg: Config, run_dir: Path, bench: Workbench) -> tuple[list[Stat
     if not states:
         raise UserError(f"no pivot to train on in {path}: run `pivotrl select` with another set or lambda")
     return states, str(present["weights"])
-
-
-def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int) -> None:
-    stale = {r.completion.weight_version for group in groups for r in group} - {version}
-    if stale:
-        raise RuntimeError(
-            f"rollouts of weight version {sorted(stale)}, the trainer is at {version}: a refit was missed"
-        )
 
 
 def open_gate(policy: MegatronPolicy, rollouts: Sequence[Scored], cfg: Config, when: str) -> Mismatch:
@@ -108,9 +100,9 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
     start = saver.resume()
     spent = TokenCounts(**saver.extra.get("spent", {}))
     nonfinite = NonFiniteSteps(directory, a.optimizer.max_nonfinite_steps, start)
-    handover = Handover(policy)
+    handover, sender = hand_over(policy, cfg, directory)
     with (
-        bench.engine() as engine,
+        bench.engine(sender) as engine,
         Tracker(directory, cfg.tracking, "train", asdict(cfg), start_step=start) as tracker,
         progress(a.steps, "train", done=start) as bar,
         saver,
@@ -118,22 +110,27 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         roller = LocalRoller(engine, bench.renderer, bench.training_verifier(), bench.sampling)
         source = PivotSource(states, roller, cfg, run_dir)
         source.restore(saver.extra.get("pivots"), start)
+        handover.begin(engine, start, lambda: recorded_rollouts(directory / logs[0], start, source.states))
         watcher = Watcher(cfg, run_dir, bench, directory)
         take_counts(roller.verifier)  # those of the demonstrations are no step's
         if start:
             handover.catch_up(engine, version=start)
         else:
             watcher.look(engine, 0, 0)
+
+        def sample(step: int) -> tuple[list[State], Groups]:
+            drawn, groups = source.sample(step)
+            _record(directory, step, groups)
+            return drawn, groups
+
         for step in range(start, a.steps):
             clock = time.monotonic()
             with saver.generating():
                 metrics: dict[str, float] = source.renew(step)
-                generating = time.monotonic()
-                drawn, groups = handover.generate(engine, partial(source.sample, step))
-            check_weight_version(groups, step)
-            used = _record(directory, step, groups)
+                drawn, groups = handover.rollouts(engine, sample, step)
+            metrics |= check_weight_version(groups, step, handover.lags)
+            used = TokenCounts.of(r for group in groups for r in group)
             spent += used
-            metrics["seconds_generate"] = time.monotonic() - generating
             batch = make_batch(drawn, groups, a, cfg.experts.replay)
             if step == 0 and batch.rollouts:
                 metrics["gate_mismatch"] = open_gate(policy, batch.rollouts, cfg, "before the first step").mean
@@ -168,22 +165,25 @@ def learn(
     """Update, then refit the engine to version step + 1: also where no step was taken, since it slept meanwhile.
 
     A batch without any advantage, and a non-finite step, leave the weights as they were. The first refit of
-    this process is checked by a canary: one rollout of the batch, scored by trainer and engine.
+    this process is checked by a canary: one rollout of the batch, scored by trainer and engine. Where rollouts may be
+    of older weights, their log-probs say nothing about the engine, and every refit is checked so.
     """
     with handover.training():
         stats, _ = update(policy, batch, cfg, step, nonfinite)
-        canary = batch.rollouts[0].sequence if batch.rollouts and handover.refits == 0 else None
+        wanted = batch.rollouts and (handover.refits == 0 or handover.lags)
+        canary = batch.rollouts[0].sequence if wanted else None
         expected = canary_logprobs(policy, canary) if canary is not None else []
     limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
-    if "mismatch_abs" in stats and not stats["nonfinite"]:
+    if "mismatch_abs" in stats and not stats["nonfinite"] and not handover.lags:
         found = Mismatch(stats["mismatch_abs"], stats["mismatch_max"], (-1, -1, float("nan"), float("nan")))
         require_agreement(found, limit, f"at step {step}")
+    stats |= handover.settle()
     clock = time.monotonic()
     handover.to_engine(engine, version=step + 1)
     stats["seconds_refit"] = time.monotonic() - clock
     if canary is not None:
         found = check_canary(engine, canary, expected, limit)
-        if step == 0:  # a run that continues logs what it would have logged without the interruption
+        if step == 0 or handover.lags:  # a run that continues logs what it would have without the interruption
             stats["canary_mismatch"] = found.mean
     return stats
 

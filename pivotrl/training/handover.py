@@ -10,13 +10,17 @@ refit and leave before the KV cache comes. So at no time do trainer and KV cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pivotrl.generation.engine import Engine
+
+if TYPE_CHECKING:
+    from pivotrl.rollouts import Rollout
 
 CYCLE = ("generate", "sleep", "reload", "train", "offload", "wake_weights", "refit", "free_staging", "wake_cache")
 START = "start"
@@ -104,9 +108,29 @@ class Handover:
         self.trainer = trainer
         self.ledger = ledger or MemoryLedger(DeviceMeter())
         self.refits = 0
+        self.seconds: dict[str, float] = {}  # metrics of the latest rollouts
         self._moves = torch.cuda.is_available() if moves is None else moves
         with self.ledger.phase(START):  # before the engine is built with the start policy's weights
             self._release("gradients", "optimizer", "parameters")
+
+    @property
+    def lags(self) -> bool:
+        """Whether rollouts may be of the weights before the trainer's."""
+        return False
+
+    def rollouts(self, engine: Engine, sample: Callable[[int], Any], step: int) -> Any:
+        """What `sample(step)` gives, sampled now."""
+        clock = time.monotonic()
+        found = self.generate(engine, lambda: sample(step))
+        self.seconds = {"seconds_generate": time.monotonic() - clock}
+        return found
+
+    def begin(self, engine: Engine, start: int, recorded: Callable[[], Any]) -> None:
+        """Before the first step of this process, of which `recorded()` gives the rollouts that were sampled early."""
+
+    def settle(self) -> dict[str, float]:
+        """After the update: wait for what is sampled beside it (here nothing is). Metrics of the rollouts."""
+        return self.seconds
 
     def generate(self, engine: Engine, work: Callable[[], Any]) -> Any:
         """Run `work` (which samples from the engine), then give the accelerator to the trainer."""
@@ -153,3 +177,18 @@ class Handover:
             self.trainer.memory.release(*kinds, keep_gradients=False)  # the next step zeroes them first
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+def check_weight_version(groups: Sequence[Sequence[Rollout]], version: int, lags: bool = False) -> dict[str, float]:
+    """{"staleness": steps that the trainer is ahead of the weights that made the rollouts}: 0, or up to 1 with `lags`.
+
+    Raises RuntimeError for any other: a refit was missed.
+    """
+    versions = {r.completion.weight_version for group in groups for r in group}
+    if not versions:
+        return {}
+    if len(versions) > 1 or version - min(versions) not in ((0, 1) if lags else (0,)):
+        raise RuntimeError(
+            f"rollouts of weight versions {sorted(versions)}, the trainer is at {version}: a refit was missed"
+        )
+    return {"staleness": float(version - min(versions))}

@@ -146,6 +146,8 @@ class GrpoObjective:
             metrics["kl_sum"] = kl_terms(current, reference, "k3").sum()
             if a.kl_beta > 0 and a.kl_in == "loss":
                 kl = kl_terms(logprobs, reference, a.kl_estimator, old)
+                if a.kl_estimator == "unbiased":  # over the policy that sampled, as the surrogate
+                    kl = kl * correction.weight
                 term = term + a.kl_beta * kl
                 metrics["kl_term_sum"] = kl.detach().sum()
         loss = (weight * torch.where(correction.keep, term, 0.0)).sum()

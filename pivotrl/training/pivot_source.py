@@ -108,6 +108,7 @@ class PivotSource:
         self._sampler, self.pivots = self._new_sampler(states), len(states)
 
     def _new_sampler(self, states: Sequence[State]) -> EpochSampler:
+        self.states = states  # that are drawn from
         seed = self._cfg.seed if self._set is None else seed_for(self._cfg.seed, "pivots", self._set)
         return EpochSampler(states, self._cfg.algorithm.pivots_per_step, seed)
 

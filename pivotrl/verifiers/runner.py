@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from pivotrl.config import VerifierConfig
@@ -21,6 +22,7 @@ from pivotrl.trajectories.schema import Action, Turn
 from pivotrl.verifiers.base import Verdict, Verifier
 from pivotrl.verifiers.guard import checked, safe_verify
 from pivotrl.verifiers.registry import get_verifier
+from pivotrl.verifiers.stream import Arrivals
 from pivotrl.verifiers.worker_process import WorkerProcess, frame
 
 Pair = tuple[Turn, Action]
@@ -52,6 +54,24 @@ def score_pairs(verifier: Verifier, pairs: Sequence[Pair]) -> list[Verdict]:
     if isinstance(verifier, VerifierRunner):
         return verifier.score(pairs)
     return [safe_verify(verifier, turn, action) for turn, action in pairs]
+
+
+class _Abandoned(Exception):
+    """Nobody wants the verdicts any more."""
+
+
+@dataclass
+class _Work:
+    """One call of `score`: its pairs so far, and what became of them."""
+
+    arrivals: Arrivals
+    pairs: list[Pair] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    results: list[Verdict | None] = field(default_factory=list)
+    first: dict[str, int] = field(default_factory=dict)  # content key -> index of the pair that runs
+    pending: deque[int] = field(default_factory=deque)
+    fresh: list[int] = field(default_factory=list)  # all that were pending
+    turns: dict[int, str] = field(default_factory=dict)  # id of a turn (its pairs keep it alive) -> digest
 
 
 def _reclaim(workers: list[WorkerProcess], spawner: ThreadPoolExecutor) -> None:
@@ -132,32 +152,35 @@ class VerifierRunner:
 
     def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
         """One verdict a pair, in order. Never raises for what a verifier does; raises if no worker can be started."""
+        arrivals = Arrivals(pairs, closed=True)
+        try:
+            return self.score_arriving(arrivals)
+        finally:
+            arrivals.release()
+
+    def score_arriving(self, arrivals: Arrivals) -> list[Verdict]:
+        """`score` of pairs that come while others are being verified; returns when no more come and all are done."""
         with self._lock:
             if not self._finalizer.alive:
                 raise RuntimeError("this verifier runner is closed")
             started = time.monotonic()
-            keys = self._keys(pairs)
-            results: list[Verdict | None] = [None] * len(pairs)
-            first: dict[str, int] = {}  # content key -> index of the pair that runs
-            pending: deque[int] = deque()
-            for i, key in enumerate(keys):
-                if key in self._cache:
-                    results[i] = self._cache[key]
-                    self._cache.move_to_end(key)
-                elif first.setdefault(key, i) == i:
-                    pending.append(i)
-            fresh = list(pending)
+            work = _Work(arrivals)
+            if not self.workers:
+                arrivals.wait()
+            self._admit(work)
             if self.workers:
-                self._run(pairs, pending, results)
+                self._run(work)
             else:
-                for i in pending:
-                    results[i] = safe_verify(self.verifier, *pairs[i])
+                for i in work.pending:
+                    work.results[i] = safe_verify(self.verifier, *work.pairs[i])
+            if arrivals.abandoned:
+                return []
             verdicts = []
-            for key, result in zip(keys, results, strict=True):
-                verdict = result if result is not None else results[first[key]]
+            for key, result in zip(work.keys, work.results, strict=True):
+                verdict = result if result is not None else work.results[work.first[key]]
                 assert verdict is not None
                 verdicts.append(verdict)
-            self._account(verdicts, fresh, keys)
+            self._account(verdicts, work)
             self._counts["seconds"] += time.monotonic() - started
             return verdicts
 
@@ -185,24 +208,37 @@ class VerifierRunner:
 
     # --- caching and counting
 
-    def _keys(self, pairs: Sequence[Pair]) -> list[str]:
-        """Content keys; a pair that JSON cannot write (nested too deep) gets one of its own and is never shared."""
-        turns: dict[int, str] = {}
-        keys = []
-        for i, (turn, action) in enumerate(pairs):
-            try:
-                if id(turn) not in turns:
-                    content = [turn.id, turn.domain, turn.messages, turn.tools, turn.demonstration.to_json()]
-                    turns[id(turn)] = hashlib.sha256(json.dumps([self._identity, *content]).encode()).hexdigest()
-                row = action.to_json()
-                if self._ignores_thinking:
-                    row.pop("thinking", None)
-                keys.append(hashlib.sha256((turns[id(turn)] + json.dumps(row)).encode()).hexdigest())
-            except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
-                keys.append(f"uncached {i}")
-        return keys
+    def _admit(self, work: _Work) -> None:
+        """Take what arrived: from the cache, as equal to one that runs, or to be run."""
+        for pair in work.arrivals.take():
+            i, key = len(work.pairs), self._key(pair, work)
+            work.pairs.append(pair)
+            work.keys.append(key)
+            cached = self._cache.get(key)
+            work.results.append(cached)
+            if cached is not None:
+                self._cache.move_to_end(key)
+            elif work.first.setdefault(key, i) == i:
+                work.pending.append(i)
+                work.fresh.append(i)
 
-    def _account(self, verdicts: list[Verdict], fresh: list[int], keys: list[str]) -> None:
+    def _key(self, pair: Pair, work: _Work) -> str:
+        """Content key; a pair that JSON cannot write (nested too deep) gets one of its own and is never shared."""
+        turn, action = pair
+        try:
+            if id(turn) not in work.turns:
+                content = [turn.id, turn.domain, turn.messages, turn.tools, turn.demonstration.to_json()]
+                digest = hashlib.sha256(json.dumps([self._identity, *content]).encode()).hexdigest()
+                work.turns[id(turn)] = digest
+            row = action.to_json()
+            if self._ignores_thinking:
+                row.pop("thinking", None)
+            return hashlib.sha256((work.turns[id(turn)] + json.dumps(row)).encode()).hexdigest()
+        except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
+            return f"uncached {len(work.pairs)}"
+
+    def _account(self, verdicts: list[Verdict], work: _Work) -> None:
+        fresh, keys = work.fresh, work.keys
         self._counts["pairs"] += len(verdicts)
         self._counts["cache_hits"] += len(verdicts) - len(fresh)
         for verdict in verdicts:
@@ -219,24 +255,30 @@ class VerifierRunner:
 
     # --- workers
 
-    def _run(self, pairs: Sequence[Pair], pending: deque[int], results: list[Verdict | None]) -> None:
+    def _run(self, work: _Work) -> None:
+        pairs, pending, results = work.pairs, work.pending, work.results
         try:
-            while pending or any(worker.queue for worker in self._pool):
+            while pending or any(worker.queue for worker in self._pool) or not work.arrivals.done:
                 self._hire(pending)
                 active = sum(bool(w.queue) for w in self._pool) - self._stuck()
                 for worker in self._pool:
                     if pending and not worker.busy and active < self.workers:
                         self._assign(worker, pairs, pending, results)
                         active += 1
-                self._wait()
+                self._wait(work.arrivals)
+                if work.arrivals.abandoned:
+                    raise _Abandoned
+                self._admit(work)
                 for worker in list(self._pool):
                     self._collect(worker, pairs, pending, results)
             for worker in self._pool[self.workers :]:
                 self._dismiss(worker)
-        except BaseException:  # an interrupt too: the workers are in the middle of something
+        except BaseException as error:  # an interrupt too: the workers are in the middle of something
             for worker in list(self._pool):
-                self._dismiss(worker)
-            raise
+                if worker.busy or not isinstance(error, _Abandoned):
+                    self._dismiss(worker)
+            if not isinstance(error, _Abandoned):
+                raise
 
     def _hire(self, pending: deque[int]) -> None:
         """Keep as many workers that make progress as there is work for, beside at most `max_stuck` that do not."""
@@ -289,11 +331,12 @@ class VerifierRunner:
     def _limit(self, worker: WorkerProcess) -> float:
         return self.timeout_seconds if worker.ready else self.start_timeout_seconds
 
-    def _wait(self) -> None:
-        """Until a worker has something to say, a limit passes, or half a second (a dead worker may be silent)."""
+    def _wait(self, arrivals: Arrivals) -> None:
+        """Until a worker or a new pair has something to say, a limit passes, or half a second (the dead are silent)."""
         now = time.monotonic()
         wake, grace = now + 0.5, self._grace
         with selectors.PollSelector() as selector:
+            selector.register(arrivals.signal, selectors.EVENT_READ)
             for worker in self._pool:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
                 selector.register(worker.connection, events)

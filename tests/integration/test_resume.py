@@ -201,6 +201,36 @@ def test_a_signal_in_any_phase_saves_and_resumes(server: Server, straight: Path,
     assert_same(run_dir, straight)
 
 
+BESIDE = (
+    "generation.server=http://127.0.0.1:9",  # the engine is a fake all the same
+    "generation.weight_transfer=file",
+    "algorithm.one_step_off=true",
+    "algorithm.importance_correction=truncated",
+)
+
+
+def test_one_step_off_resumes_with_the_rollouts_of_older_weights(server: Server) -> None:
+    """What was sampled for the next step before a kill cannot be sampled again: the weights are gone."""
+    whole = server.new("beside")
+    assert server.run(whole, *BESIDE) == 0, server.said()
+    assert [r["staleness"] for r in rows(whole)] == [0.0] + [1.0] * (STEPS - 1)
+    sampled = list(read_jsonl(whole / "train" / "rollouts.jsonl"))
+    assert [r["weight_version"] for r in sampled] == [max(r["step"] - 1, 0) for r in sampled]
+    assert [r["step"] for r in sampled] == sorted(r["step"] for r in sampled)
+    parts = server.new("beside-parts")
+    overrides = (*BESIDE, "checkpoint.every_steps=1")
+    for event, number, do in (
+        ("train", 2, "TERM"),
+        ("generate", 1, "KILL"),
+        ("refit", 2, "KILL"),
+        ("train", 1, "KILL"),
+    ):
+        server.run(parts, *overrides, at={"event": event, "number": number, "do": do})
+    server.run(parts, *overrides, kill_after=1.5)
+    assert server.run(parts, *overrides) == 0, server.said()
+    assert_same(parts, whole)
+
+
 def test_a_second_signal_ends_at_once(server: Server, straight: Path) -> None:
     run_dir = server.new("second")
     assert server.run(run_dir, at={"event": "train", "number": 3, "do": "twice"}) == 128 + 15

@@ -133,6 +133,33 @@ def test_seeds(original: Served) -> None:
     assert not set(same_prompt[0]) & set(same_prompt[1])  # neighbouring seeds share no sample
 
 
+def test_samples_are_those_of_one_request_for_them_all(original: Served) -> None:
+    """vLLM's own `n`: a prompt is one request and one seed. The server engine asks so."""
+    from vllm import SamplingParams
+
+    from pivotrl.generation.requests import first_seed
+
+    ours = original.engine.generate(PROMPTS, SAMPLED, 3, SEEDS)
+    common = {"n": 3, "temperature": 0.7, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(**common, seed=first_seed(seed)) for seed in SEEDS]
+    outputs = original.engine._llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    assert [[c.token_ids for c in g] for g in ours] == [[tuple(s.token_ids) for s in o.outputs] for o in outputs]
+
+
+def test_completions_are_told_as_they_finish(original: Served) -> None:
+    engine, told = original.engine, {}
+    groups = engine.generate(PROMPTS, SAMPLED, 2, SEEDS, lambda i, k, c: told.setdefault((i, k), c))
+    assert told == {(i, k): c for i, group in enumerate(groups) for k, c in enumerate(group)}
+
+    def stop(i: int, k: int, completion: Completion) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        engine.generate(PROMPTS * 8, SAMPLED, 2, SEEDS * 8, stop)
+    assert not engine._llm.llm_engine.has_unfinished_requests()  # nothing of it is left
+    assert engine.generate(PROMPTS, SAMPLED, 2, SEEDS) == groups
+
+
 @pytest.mark.parametrize("as_list", [True, False])
 @pytest.mark.parametrize("fault", ["missing", "unknown", "misshapen", "nan", "twice"])
 def test_bad_refit_names_the_weight_and_stops_generation(original: Served, fault: str, as_list: bool) -> None:

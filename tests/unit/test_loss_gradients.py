@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pivotrl.config import Algorithm
 from pivotrl.configuration import load_config
 from pivotrl.training import batch as batches
 from pivotrl.training.batch import Batch
-from pivotrl.training.objective import dpo_terms
+from pivotrl.training.objective import FlatStreams, GrpoObjective, dpo_terms
 from tests.unit.toy_policy import batch_of
 
 REWARDS = [[1, 0, 0, 1], [0.5, 0.5, 0.5, 0.5], [0, 0, 0, 1], [1, 1, 0, 0.25]]
@@ -309,3 +310,25 @@ def test_unbiased_gradient_of_the_kl() -> None:
         assert torch.allclose(got, wanted) is unbiased, estimator
         if estimator == "k1":
             assert got.abs().max() < 1e-12
+
+
+def test_samples_of_older_weights_give_the_gradient_of_the_present_ones() -> None:
+    """`one_step_off`: over all actions of a softmax, weighed as an older policy draws them, and corrected for it."""
+    theta = torch.tensor([0.3, -0.5, 1.0, 0.1], requires_grad=True)
+    older = torch.tensor([0.5, 0.1, 0.1, 0.3])
+    start = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.0])
+    policy = theta.log_softmax(0)
+    aim = -(policy.exp() * advantages).sum() + 0.3 * (policy.exp() * (policy - start)).sum()
+    (wanted,) = torch.autograd.grad(aim, theta, retain_graph=True)
+
+    def gradient(correction: str) -> Tensor:
+        a = Algorithm(importance_correction=correction, importance_cap=100.0, kl_beta=0.3, kl_estimator="unbiased")
+        streams, places = FlatStreams([1] * 4), torch.arange(4)
+        objective = GrpoObjective(a, streams, advantages, older, older.log(), reference=start)
+        pairs: Any = SimpleNamespace(sequence=places, offset=torch.zeros(4, dtype=torch.long), tokens=places)
+        loss, _ = objective(policy, torch.zeros(4), pairs)
+        return torch.autograd.grad(loss, theta, retain_graph=True)[0]
+
+    torch.testing.assert_close(gradient("truncated"), wanted, atol=1e-6, rtol=0)
+    assert (gradient("none") - wanted).abs().max() > 0.05

@@ -12,7 +12,7 @@ import pytest
 
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import Completion, Engine, EngineStateError, NonFiniteLogprobs, RefitError, Sampling
-from pivotrl.generation.requests import check_lengths, check_token_ids, sample_seed
+from pivotrl.generation.requests import check_lengths, check_token_ids, first_seed, sample_seed
 from pivotrl.generation.scripted import ReplayEngine, ScriptedEngine
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.schema import Action
@@ -131,6 +131,16 @@ def test_lengths_are_of_prompt_and_completion_together() -> None:
 def test_sample_seeds_do_not_overlap_between_neighbouring_prompts() -> None:
     seeds = [sample_seed(seed, k) for seed in range(100) for k in range(16)]
     assert len({s % 2**32 for s in seeds}) == 1600 and all(0 <= s < 2**63 for s in seeds)
+    assert seeds[:16] == [first_seed(0) + k for k in range(16)]  # as vLLM seeds the samples of one request
+
+
+@pytest.mark.parametrize("kind", ["scripted", "replay"])
+def test_each_completion_is_told_once(kind: str) -> None:
+    told: dict[tuple[int, int], Completion] = {}
+    recorded = [rollout("a", 0), rollout("a", 1), rollout("b", 0), rollout("b", 1)]
+    made = engine() if kind == "scripted" else ReplayEngine(recorded, {"a": [1, 2], "b": [3, 4]})
+    groups = made.generate([[1, 2], [3, 4]], SAMPLING, 2, [0, 1], lambda i, k, c: told.update({(i, k): c}))
+    assert told == {(i, k): c for i, group in enumerate(groups) for k, c in enumerate(group)}
 
 
 def test_non_finite_logprobs_name_their_sample() -> None:

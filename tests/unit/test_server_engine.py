@@ -188,6 +188,26 @@ def test_a_refit_resets_the_cache_and_is_confirmed_by_the_server(fake: FakeVllm)
     ]  # fmt: skip
 
 
+def test_a_refit_of_a_running_server_waits_for_what_is_in_flight(fake: FakeVllm) -> None:
+    ServerEngine(fake.url, sender=Sender()).refit([("w", 1.0)], 1)
+    paths = [path for path, _ in fake.requests[1:]]
+    assert paths[0] == "/pause?mode=wait" and paths[1] == "/start_weight_update" and paths[-1] == "/resume"
+    fake.requests.clear()
+    other = ServerEngine(fake.url, sender=Sender(), controls=False)  # of another rank: it only takes part in gathering
+    other.sleep()
+    other.refit([("w", 1.0)], 2)
+    other.wake()
+    assert [path for path, _ in fake.requests] == ["/v1/models", "/start_weight_update", "/update_weight_version"]
+
+
+def test_completions_are_told_as_answers_come(fake: FakeVllm) -> None:
+    told: dict[tuple[int, int], Any] = {}
+    groups = ServerEngine(fake.url).generate(
+        [[5], [6], [7]], SAMPLING, 2, [0, 1, 2], lambda i, k, c: told.update({(i, k): c})
+    )
+    assert told == {(i, k): c for i, group in enumerate(groups) for k, c in enumerate(group)}
+
+
 def test_a_server_that_cannot_be_refitted_says_why(fake: FakeVllm) -> None:
     with pytest.raises(RefitError, match="without a weight sender"):
         ServerEngine(fake.url).refit([], 1)

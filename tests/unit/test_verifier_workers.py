@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from verifier_doubles import act, turn
+from verifier_doubles import Scripted, act, turn
 
 from pivotrl import cli
 from pivotrl.config import Config, VerifierConfig
-from pivotrl.generation.engine import Completion, Sampling
+from pivotrl.generation.engine import Completion, OnFinished, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, render_states
+from pivotrl.refit.layout import EngineLayout
 from pivotrl.stages import STAGES
 from pivotrl.trajectories.schema import Action
 from pivotrl.verifiers.rows import verify_rows
@@ -34,20 +35,21 @@ class Letters:
 
 
 class Says:
-    """An engine that says a list of texts in turn, `n` for each prompt."""
+    """An engine that says a list of texts in turn, `n` for each prompt; after each it calls `then`."""
 
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
+    layout = EngineLayout()
 
-    def generate(self, prompts: Any, sampling: Sampling, n: int, seeds: Any) -> list[list[Completion]]:
-        made = iter(self.texts)
-        return [
-            [
-                Completion(tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
-                for text in (next(made) for _ in range(n))
-            ]
-            for _ in prompts
-        ]
+    def __init__(self, *texts: str, then: Callable[[], None] = lambda: None) -> None:
+        self.texts, self.then = texts, then
+
+    def generate(
+        self, prompts: Any, sampling: Sampling, n: int, seeds: Any, on_finished: OnFinished
+    ) -> list[list[Completion]]:
+        made = [Completion(tuple(map(ord, t)), (0.0,) * len(t), "stop", 0) for t in self.texts]
+        for place in reversed(range(len(made))):  # the last is ready first
+            on_finished(*divmod(place, n), made[place])
+            self.then()
+        return [made[i * n : (i + 1) * n] for i in range(len(prompts))]
 
 
 def test_no_workers_is_in_process():
@@ -73,6 +75,50 @@ def test_rollouts_of_all_states_wait_together():
         pids = descendants(os.getpid()) - before
     left = pids & descendants(os.getpid())
     assert not left, left
+
+
+def test_rollouts_are_scored_while_others_are_sampled(tmp_path: Path):
+    """The engine goes on only when the verdict of what it has finished is being made: it would wait for ever else."""
+    seen: list[bool] = []
+
+    def wait() -> None:
+        path, deadline = tmp_path / str(len(seen)), time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(path.exists())
+
+    texts = [f"touch {tmp_path / str(i)}" for i in reversed(range(4))]
+    states = [State(turn(act(text=f"s{i}"), id=f"t{i}#0"), (1, 2)) for i in range(2)]
+    with VerifierRunner(Scripted, workers=1, timeout_seconds=60) as runner:
+        roller = LocalRoller(Says(*texts, then=wait), Letters(), runner, Sampling())  # type: ignore[arg-type]
+        groups = roller.groups(states, 2, [0, 1])
+    assert seen == [True] * 4
+    assert [r.action.text for group in groups for r in group] == texts
+    assert all(r.verdict.reward == 1.0 for group in groups for r in group)
+
+
+def test_a_failed_submission_ends_what_is_being_scored():
+    def fail() -> None:
+        raise RuntimeError("the engine broke")
+
+    states = [State(turn(act(text="s"), id="t#0"), (1, 2))]
+    before = descendants(os.getpid())
+    with VerifierRunner(Scripted, workers=1, timeout_seconds=60) as runner:
+        assert runner.score([(states[0].turn, act(text="warm"))])[0].reward == 1.0
+        roller = LocalRoller(Says("hang", then=fail), Letters(), runner, Sampling())  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="the engine broke"):
+            roller.groups(states, 1, [0])
+        assert runner.score([(states[0].turn, act(text="again"))])[0].reward == 1.0
+        assert len(descendants(os.getpid()) - before) == 1  # the one that hung is gone
+
+    class Broken(Letters):
+        def parse(self, ids: Sequence[int], tools: Sequence[Any] = ()) -> Action:
+            raise ValueError("no such token")
+
+    with VerifierRunner(Scripted, workers=1, timeout_seconds=60) as runner:
+        roller = LocalRoller(Says("a"), Broken(), runner, Sampling())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no such token"):
+            roller.groups(states, 1, [0])
 
 
 def test_demonstrations_are_checked_in_the_workers_too():
