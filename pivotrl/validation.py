@@ -96,7 +96,6 @@ def conflicts(
         )
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
-        found += algorithm_checks.reprofile_conflicts(cfg.algorithm, world)
     refits = [s.name for s in active if s.name in ("train", "evaluate")]
     if cfg.generation.server is not None and refits:
         found.append(

@@ -21,6 +21,7 @@ from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl, write_json
 from pivotrl.profiling import theory
 from pivotrl.profiling.choose import Candidates, Terms, choose, is_narrowed
+from pivotrl.profiling.statistics import vary
 
 Row = dict[str, Any]
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # for which the expected share of informative groups is told
@@ -41,8 +42,7 @@ def binary_counts(row: Row) -> tuple[int, int] | None:
 def is_mixed(row: Row) -> bool:
     if (counts := binary_counts(row)) is not None:
         return 0 < counts[0] < counts[1]
-    rewards = scored(row)
-    return bool(rewards) and max(rewards) > min(rewards)
+    return vary(scored(row))
 
 
 def is_below(row: Row, lambda_diff: float) -> bool:
@@ -133,7 +133,7 @@ class _Tally:
         mean = sum(rewards) / len(rewards)
         self.histogram[_bin(float(mean))] += times
         self._first_of_all[int(10 * mean) + 1] += times
-        if max(rewards) > min(rewards):
+        if vary(rewards):
             self._first_tenth[int(10 * mean) + 1] += times
         else:
             self.all_right += times * (mean == 1)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fractions import Fraction
 from typing import Any
 
 from pivotrl.profiling.fingerprint import digest
 from pivotrl.rollouts import Rollout
 from pivotrl.trajectories.schema import Turn
 
+EPSILON = 1e-6  # rewards of judges and of partial scores that are nearer than this are equal
+
+
+def vary(rewards: Collection[float | Fraction]) -> bool:
+    """Whether scored rewards differ, which makes their group mixed."""
+    return len(rewards) > 1 and max(rewards) - min(rewards) > EPSILON
+
 
 def mean_variance(rewards: Sequence[float]) -> tuple[float, float]:
     """mu = (1/K) sum r and var = (1/K) sum (r - mu)^2, the population variance; exactly 0 for equal rewards."""
-    if max(rewards) == min(rewards):
+    if not vary(rewards):
         return rewards[0], 0.0
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)

@@ -17,7 +17,7 @@ from pivotrl.config import Adaptive, Select
 from pivotrl.io import read_json, read_jsonl
 from pivotrl.local_rollouts import State
 from pivotrl.profiling.adaptive import Plan, is_kept, judge, make_plan
-from pivotrl.profiling.evidence import Learnt, hypergeometric, learn, of_histogram
+from pivotrl.profiling.evidence import Learnt, learn, of_histogram
 from pivotrl.profiling.profiler import waves
 from pivotrl.profiling.select import SETS, run_select
 from pivotrl.profiling.stage import run_profile
