@@ -235,6 +235,10 @@ def test_an_adaptive_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert told["expected_rollouts"] == pytest.approx(summary["rollouts"] / summary["turns"], rel=0.1)
     assert told["uninformative_share_of_all_k"] == pytest.approx(fixed["uninformative_share"], abs=0.08)
     assert told["mean_reward_of_all_k"] == pytest.approx(fixed["mean_reward"], abs=0.05)
+    cfg.select = Select(allow_empty=True)
+    shares = [run_select(cfg, tmp_path / run)["informative_share"]["8"] for run in ("fixed", "adaptive")]
+    assert shares[0] == pytest.approx(1 - fixed["uninformative_share"])  # of G = K, the share of mixed turns
+    assert shares[1] == pytest.approx(1 - told["uninformative_share_of_all_k"])
     rows = [list(read_jsonl(tmp_path / run / "profile" / "turns.jsonl")) for run in ("fixed", "adaptive")]
     assert [r["turn_id"] for r in rows[0]] == [r["turn_id"] for r in rows[1]]
     assert all(b["rewards"][:2] == a["rewards"][:2] for a, b in zip(*rows, strict=True))
