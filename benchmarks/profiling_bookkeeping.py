@@ -85,7 +85,7 @@ def bookkeeping(
         if "statistics" in phases:
             made = map(turn_of, range(turns))
             with watch.measure("statistics"):
-                write_jsonl(rows, (turn_row(t, store.rollouts(t.id)) for t in made))
+                write_jsonl(rows, (turn_row(t, store.rows(t.id)) for t in made))
         store.close()
     selections = {"select": Select(), "select_limits": Select(deduplicate=True, max_per_trajectory=2, max_pivots=100)}
     if "select" in phases:

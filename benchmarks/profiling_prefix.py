@@ -107,9 +107,10 @@ def run_engines(renderer: Any, states: list[Any], samples: int) -> dict[str, flo
             assert tuple(renderer.prompt_ids(state.turn.messages, state.turn.tools)) == state.prompt_ids
         rendering = time.perf_counter() - clock
         store = RolloutStore(Path(place) / "rollouts.jsonl", samples)
-        profile_states(states, lambda: roller, store, samples, 4, 0, lambda chunk, cost: costs.append(cost))
+        chunk = max(1, 4 * settings.max_sequences // samples)  # as `pivotrl profile` submits them
+        profile_states(states, lambda: roller, store, samples, chunk, 0, lambda chunk, cost: costs.append(cost))
         for state in states:
-            turn_row(state.turn, store.rollouts(state.turn.id))
+            turn_row(state.turn, store.rows(state.turn.id))
         ours = time.perf_counter() - clock
         store.close()
     engine.close()

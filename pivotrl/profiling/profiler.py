@@ -98,7 +98,7 @@ def _is_decided(state: State, store: RolloutStore, plan: Plan, seed: int) -> boo
     if state.turn.id not in store:
         return False
     draw = seed_for(seed, "plan", state.turn.id) / 2**31
-    return plan.is_decided([r.verdict.reward for r in store.rollouts(state.turn.id)], draw)
+    return plan.is_decided([row["reward"] for row in store.rows(state.turn.id)], draw)
 
 
 def waves(states: Sequence[State], known: int, seed: int) -> Iterator[list[State]]:
@@ -124,7 +124,7 @@ def stopped_at(states: Sequence[State], store: RolloutStore) -> Counter[Counts]:
     """Turns by (rollouts, right); those with an unscorable or partial reward are left out."""
     found: Counter[Counts] = Counter()
     for state in states:
-        rewards = [r.verdict.reward for r in store.rollouts(state.turn.id)]
+        rewards = [row["reward"] for row in store.rows(state.turn.id)]
         if rewards.count(1.0) + rewards.count(0.0) == len(rewards):
             found[len(rewards), rewards.count(1.0)] += 1
     return found

@@ -220,11 +220,12 @@ def _second(directory: Path, states: Sequence[State], cfg: Config, get_roller: G
 def _rows(states: Sequence[State], store: RolloutStore, tally: Tally) -> Iterator[dict[str, Any]]:
     """One row a turn; one turn's rollouts are in memory at a time."""
     for state in states:
-        rollouts = store.rollouts(state.turn.id)
+        rollouts = store.rows(state.turn.id)
         row = turn_row(state.turn, rollouts)
         tally.add(row)
-        tally.verdicts.update(r.verdict.reason for r in rollouts)
-        tally.cost += Cost.of(rollouts)
+        tally.verdicts.update(r["reason"] for r in rollouts)
+        tokens = (row["n"] * row["prompt_tokens"], sum(r["cached_prompt_tokens"] for r in rollouts))
+        tally.cost += Cost(row["n"], *tokens, row["generated_tokens"])
         yield row
 
 
