@@ -155,10 +155,10 @@ class Chain:
         )
 
     def solve(self, price: float, weights: tuple[float, float] = (1.0, 1.0), free: bool = False) -> tuple[Rule, float]:
-        """The rule of least expected rollouts + price x errors, and that least; stopping at once (n = 0) is no choice.
+        """The rule of least expected rollouts + price x errors, and that least.
 
-        `weights` of a lost and of a foreign turn. A turn that stops is kept if the counts that were seen say so;
-        `free`: as is cheaper.
+        `weights` of a lost and of a foreign turn. A turn that stops is kept if the counts that were seen say so, and has
+        one rollout at least; `free`: it is kept or not as is cheaper, and may have none.
         """
         value: dict[State, float] = {}
         stops: set[State] = set()
@@ -174,9 +174,10 @@ class Chain:
                 stopped = min(drop, keep) if free else keep if is_kept(right, n, self.lambda_diff) else drop
                 # At an infinite price only a certain verdict stops.
                 stop = price * stopped if stopped > 0.0 else 0.0
-                if n and stop <= go_on:
+                if (n or free) and stop <= go_on:
                     stops.add(state)
-                value[state] = min(stop, go_on) if n else go_on
+                    go_on = stop
+                value[state] = go_on
         return frozenset(stops), value[0, 0]
 
     def by_final(self, rule: Rule) -> tuple[list[float], list[float]]:
