@@ -157,8 +157,8 @@ class Chain:
     def solve(self, price: float, weights: tuple[float, float] = (1.0, 1.0), free: bool = False) -> tuple[Rule, float]:
         """The rule of least expected rollouts + price x errors, and that least.
 
-        `weights` of a lost and of a foreign turn. A turn that stops is kept if the counts that were seen say so, and has
-        one rollout at least; `free`: it is kept or not as is cheaper, and may have none.
+        `weights` of a lost and of a foreign turn. A turn that stops has one rollout at least and is kept if the counts
+        that were seen say so; `free`: it may have none, and is kept or not as is cheaper.
         """
         value: dict[State, float] = {}
         stops: set[State] = set()
