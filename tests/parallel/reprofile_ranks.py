@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,6 +127,8 @@ def fails_everywhere(made: PivotSource, run_dir: Path) -> None:
         (run_dir / "profile" / "summary.json").rename(run_dir / "profile" / "summary.away")
     with pytest.raises(FileNotFoundError, match=r"summary\.json"):
         made.renew(STEPS + 4)
+    if keeps_books():
+        shutil.rmtree(run_dir / "train" / "reprofile" / f"step-{STEPS + 4:06d}")
     wait_for_peers()
 
 

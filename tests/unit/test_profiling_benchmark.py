@@ -49,6 +49,15 @@ def test_no_plan_passes_the_bound_and_the_best_one_touches_it() -> None:
         assert bound < fewest_rollouts(final, 0.0) < len(final) - 1
 
 
+def test_what_no_rule_can_save() -> None:
+    """71 % without signal, the rest of any rate: much where turns are certain, a half where they are hopeless."""
+    for never, always, most in ((0.13, 0.55, 2.84), (0.42, 0.26, 2.08), (0.0, 0.0, 2.32)):
+        final = [(1 - never - always) / 17] * 17
+        final[0] += never
+        final[16] += always
+        assert 16 / fewest_rollouts(final) == pytest.approx(most, abs=0.01)
+
+
 def test_turns_of_counts_are_distributed_as_told() -> None:
     made = from_counts([1, 0, 3, 0, 0], 4000, random.Random(0))
     rights = [sum(r) for r in made]
