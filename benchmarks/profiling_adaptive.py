@@ -71,8 +71,9 @@ def adaptive_against_fixed(made: Turns, calibration: int, draw: random.Random) -
     played = made[:calibration]
     parts: list[tuple[int, Plan | None]] = [(len(played), None)]
     while len(played) < len(made):
-        plan = make_plan(learn(seen, k), Adaptive().round, LAMBDA, ERROR)
-        wave = [play(plan, r, draw.random()) for r in made[len(played) : 2 * len(played)]]
+        waiting = made[len(played) : 2 * len(played)]
+        plan = make_plan(learn(seen, k), Adaptive().round, LAMBDA, ERROR, parts, len(waiting))
+        wave = [play(plan, r, draw.random()) for r in waiting]
         seen.update((len(r), int(sum(r))) for r in wave)
         played = played + wave
         parts.append((len(wave), plan))

@@ -70,10 +70,14 @@ class Plan:
         return right + scored.count(0.0) == len(scored) and (len(scored), right) in rule
 
 
-def make_plan(learnt: Learnt, round: int, lambda_diff: float, error: float) -> Plan:
+Parts = Sequence[tuple[int, "Plan | None"]]  # of a profile: so many turns by each plan; None: they got all K rollouts
+
+
+def make_plan(learnt: Learnt, round: int, lambda_diff: float, error: float, before: Parts = (), turns: int = 1) -> Plan:
     """The cheapest plan whose kept set is promised to agree to 1 - `error`.
 
-    Raises ValueError for fewer than three final counts, a round below 1 or an error outside [0, 1).
+    So is that of the whole profile, of these `turns` and those `before`: plans that are seen now to have been too loose
+    are made up for. Raises ValueError for fewer than three final counts, a round below 1 or an error outside [0, 1).
     """
     if len(learnt.final) < 3 or round < 1 or not 0 <= error < 1:
         raise ValueError(f"make_plan: {len(learnt.final)} final counts, round {round}, error {error}")
@@ -89,7 +93,9 @@ def make_plan(learnt: Learnt, round: int, lambda_diff: float, error: float) -> P
         return Plan(chain.total, round, rules, share, costs, errors, expectation(learnt, costs, errors, chain.kept))
 
     def is_enough(plan: Plan) -> bool:
-        return plan.expected.agreement_bound >= 1.0 - error
+        if plan.expected.agreement_bound < 1.0 - error:
+            return False
+        return not before or judge(learnt, lambda_diff, [*before, (turns, plan)]).agreement_bound >= 1.0 - error
 
     def single(price: float) -> Plan:
         rule = chain.solve(price, weights)[0]
@@ -245,8 +251,8 @@ def expectation(learnt: Learnt, costs: Sequence[float], errors: Sequence[float],
     )
 
 
-def judge(learnt: Learnt, lambda_diff: float, parts: Sequence[tuple[int, Plan | None]]) -> Expected:
-    """What a whole profile comes to: so many turns by each plan; None: turns that got all K rollouts."""
+def judge(learnt: Learnt, lambda_diff: float, parts: Parts) -> Expected:
+    """What a whole profile comes to."""
     total, turns = len(learnt.final) - 1, sum(count for count, _ in parts)
     kept = [is_kept(j, total, lambda_diff) for j in range(total + 1)]
     costs, errors = [0.0] * (total + 1), [0.0] * (total + 1)

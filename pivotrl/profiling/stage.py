@@ -183,7 +183,7 @@ def _adaptive(
         profile_states(full, get_roller, store, k, max(1, in_flight // k), cfg.seed, advance)
         seen = Counter(of_histogram(a.histogram)) if a.histogram else stopped_at(full, store)
         for wave in waves([s for s in states if s.turn.id not in full_ids], len(full), cfg.seed):
-            plan = make_plan(learn(seen, k), a.round, a.lambda_diff, a.error)
+            plan = make_plan(learn(seen, k), a.round, a.lambda_diff, a.error, parts, len(wave))
             profile_in_rounds(wave, get_roller, store, plan, max(1, in_flight // a.round), cfg.seed, advance)
             parts.append((len(wave), plan))
             if not a.histogram:

@@ -86,8 +86,9 @@ def test_half_of_the_rollouts_at_95_percent_agreement_on_the_kept_set(wrong: flo
         played, seen = made[:128], Counter((K, int(sum(rewards))) for rewards in made[:128])
         parts: list[tuple[int, Plan | None]] = [(128, None)]
         while len(played) < turns:
-            plan = make_plan(learn(seen, K), 1, 0.6, 0.05)
-            wave = [play(plan, rewards, draw) for rewards in made[len(played) : 2 * len(played)]]
+            waiting = made[len(played) : 2 * len(played)]
+            plan = make_plan(learn(seen, K), 1, 0.6, 0.05, parts, len(waiting))
+            wave = [play(plan, rewards, draw) for rewards in waiting]
             seen.update((len(rewards), int(sum(rewards))) for rewards in wave)
             played = played + wave
             parts.append((len(wave), plan))
@@ -115,6 +116,19 @@ def test_stopped_turns_tell_the_distribution_of_all_k() -> None:
         assert part.mean(values) == pytest.approx(whole.mean(values), abs=4 * error + 1e-9)
         assert whole.joint(values, values) < part.joint(values, values) < 25 * whole.joint(values, values)
         assert 300 < part.evidence_turns(values) < whole.evidence_turns(values)
+
+
+def test_a_plan_makes_up_for_those_before_it() -> None:
+    known = learnt(simulated(3000, 7))
+    alone = make_plan(known, 1, 0.6, 0.05)
+    loose = make_plan(known, 1, 0.6, 0.08)
+    after = make_plan(known, 1, 0.6, 0.05, [(128, None), (1000, loose)], 2000)
+    whole = judge(known, 0.6, [(128, None), (1000, loose), (2000, after)])
+    assert whole.agreement_bound == pytest.approx(0.95, abs=1e-3) and whole.agreement_bound >= 0.95
+    assert after.expected.agreement > alone.expected.agreement + 0.005
+    assert after.expected.rollouts > alone.expected.rollouts
+    # What went better than promised before is not spent.
+    assert make_plan(known, 1, 0.6, 0.05, [(1000, None)], 2000) == alone
 
 
 def test_of_whole_turns_the_estimate_is_the_counts() -> None:
