@@ -72,7 +72,7 @@ def bookkeeping(
     turns: int, select_turns: int, k: int, folder: Path, phases: Sequence[str] = PHASES
 ) -> dict[str, float]:
     """Seconds of each phase, and bytes. Selection is of `select_turns`, made of the `turns` if they are fewer."""
-    watch, figures = Stopwatch(), {}
+    watch, figures = Stopwatch(), dict[str, float]()
     path, rows = folder / "profile" / "rollouts.jsonl", folder / "profile" / "turns.jsonl"
     if "append" in phases:
         figures["appended_rollouts"] = _append(path, turns, k, watch)
@@ -102,7 +102,8 @@ def bookkeeping(
 
 def _append(path: Path, turns: int, k: int, watch: Stopwatch) -> int:
     """Rollouts written now; those that are there already stay."""
-    store, batch, written = RolloutStore(path, k), [], 0
+    store, written = RolloutStore(path, k), 0
+    batch: list[list[Rollout]] = []
     for number in range(turns):
         turn = turn_of(number)
         if turn.id not in store:

@@ -207,7 +207,8 @@ class Chain:
                 for more in range(step + 1):
                     after = (n + step, right + more)
                     orders[after] = orders.get(after, 0) + ways * math.comb(step, more)
-        costs, errors = [], []
+        costs: list[float] = []
+        errors: list[float] = []
         for j in range(self.total + 1):
             chances = [
                 (n, right, ways * math.comb(self.total - n, j - right) / math.comb(self.total, j))

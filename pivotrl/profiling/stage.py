@@ -181,14 +181,15 @@ def _adaptive(
             bar.advance(cost.rollouts)
 
         profile_states(full, get_roller, store, k, max(1, in_flight // k), cfg.seed, advance)
-        seen = Counter(of_histogram(a.histogram)) if a.histogram else stopped_at(full, store)
+        seen = stopped_at(full, store)
         for wave in waves([s for s in states if s.turn.id not in full_ids], len(full), cfg.seed):
-            plan = make_plan(learn(seen, k), a.round, a.lambda_diff, a.error, parts, len(wave))
+            learnt = learn(of_histogram(a.histogram) if a.histogram else seen, k)
+            plan = make_plan(learnt, a.round, a.lambda_diff, a.error, parts, len(wave))
             profile_in_rounds(wave, get_roller, store, plan, max(1, in_flight // a.round), cfg.seed, advance)
             parts.append((len(wave), plan))
             if not a.histogram:
                 seen += stopped_at(wave, store)
-    learnt = learn(seen, k)
+    learnt = learnt if a.histogram else learn(seen, k)
     found = judge(learnt, a.lambda_diff, [part for part in parts if part[0]] or [(1, plan)])
     return store, {
         # Turns with 0, 1, ... K right of K: so many turns with all K rollouts would tell as much as these do.
