@@ -103,6 +103,8 @@ def make_plan(learnt: Learnt, round: int, lambda_diff: float, error: float, befo
 
     low, high = 0.0, 24.0  # log of the price of an error, in rollouts; at e^24 none is ever bought
     loose, tight = single(math.exp(low)), single(math.inf)
+    if not error:
+        return tight
     if is_enough(loose):
         return loose
     for _ in range(30):

