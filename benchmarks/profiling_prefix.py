@@ -50,18 +50,23 @@ def computed(prompts: Sequence[Sequence[int]], capacity: int) -> int:
     return total
 
 
-def read_states(path: str, count: int) -> tuple[Any, list[list[Any]]]:
-    """(renderer, states of each trajectory in the order of depth): the first `count` of 2k to 8k tokens."""
+def new_renderer() -> Any:
     from pivotrl.configuration import load_config
-    from pivotrl.local_rollouts import State
     from pivotrl.models.builtin import resolve_model
     from pivotrl.rendering.chat import Renderer
+
+    cfg = load_config(["model=smollm2_135m"])
+    return Renderer(resolve_model(cfg.model.path), cfg.model.chat_template, cfg.domain.action_format)
+
+
+def read_states(path: str, count: int) -> tuple[Any, list[list[Any]]]:
+    """(renderer, states of each trajectory in the order of depth): the first `count` of 2k to 8k tokens."""
+    from pivotrl.local_rollouts import State
     from pivotrl.trajectories.reader import read_trajectories
     from pivotrl.trajectories.schema import Trajectory, Turn
     from pivotrl.trajectories.turns import split_turns
 
-    cfg = load_config(["model=smollm2_135m"])
-    renderer = Renderer(resolve_model(cfg.model.path), cfg.model.chat_template, cfg.domain.action_format)
+    renderer = new_renderer()
     found: list[list[Any]] = []
     for item in read_trajectories(path):
         if not isinstance(item, Trajectory):
@@ -103,8 +108,9 @@ def run_engines(renderer: Any, states: list[Any], samples: int) -> dict[str, flo
     costs: list[Cost] = []
     with tempfile.TemporaryDirectory() as place:
         clock = time.perf_counter()
-        for state in states:  # rendered before, for the count of tokens; a profile does it once
-            assert tuple(renderer.prompt_ids(state.turn.messages, state.turn.tools)) == state.prompt_ids
+        fresh = new_renderer()  # the other one has seen the prompts, and remembers
+        for state in states:
+            assert tuple(fresh.prompt_ids(state.turn.messages, state.turn.tools)) == state.prompt_ids
         rendering = time.perf_counter() - clock
         store = RolloutStore(Path(place) / "rollouts.jsonl", samples)
         chunk = max(1, 4 * settings.max_sequences // samples)  # as `pivotrl profile` submits them
