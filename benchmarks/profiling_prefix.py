@@ -1,12 +1,12 @@
 """Prompts of real trajectories in the order of the prompt trie, with the engine's prefix cache: what is prefilled.
 
-    python -m benchmarks.profiling_prefix [--data FILE] [--trajectories 24] [--engine 3] [--json]
+    python -m benchmarks.profiling_prefix [--data FILE] [--trajectories 24] [--engine 24 [--turns-each 3]] [--json]
 
 Every assistant turn of trajectories of 2k to 8k tokens, rendered for SmolLM2. Counted: tokens that an engine computes
 once for each turn's prompt (the K samples of a turn share it), with a block cache of least recent use, of the size that
-the demo has. With --engine N the first N trajectories are really run, K samples of 16 tokens: our profiler with vLLM's
+the demo has. With --engine N the first N trajectories are really run, --samples of each turn: our profiler with vLLM's
 prefix cache in the order of the trie, against plain vLLM without it in a random order; and what of the profiler's time
-is not the engine's.
+(rendering, parsing, verifying, storing, statistics) is not the engine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.common import Comparison, parser, show
 
 BLOCK = 16  # tokens of a block of vLLM's cache
 BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2  # of SmolLM2-135M: keys and values, layers, KV heads, their size, bfloat16
-NEW, SAMPLES = 16, 2  # of the real run
+NEW = 16  # tokens of a sample of the real run
 
 
 def computed(prompts: Sequence[Sequence[int]], capacity: int) -> int:
@@ -50,18 +50,23 @@ def computed(prompts: Sequence[Sequence[int]], capacity: int) -> int:
     return total
 
 
-def read_states(path: str, count: int) -> tuple[Any, list[list[Any]]]:
-    """(renderer, states of each trajectory in the order of depth): the first `count` of 2k to 8k tokens."""
+def new_renderer() -> Any:
     from pivotrl.configuration import load_config
-    from pivotrl.local_rollouts import State
     from pivotrl.models.builtin import resolve_model
     from pivotrl.rendering.chat import Renderer
+
+    cfg = load_config(["model=smollm2_135m"])
+    return Renderer(resolve_model(cfg.model.path), cfg.model.chat_template, cfg.domain.action_format)
+
+
+def read_states(path: str, count: int) -> tuple[Any, list[list[Any]]]:
+    """(renderer, states of each trajectory in the order of depth): the first `count` of 2k to 8k tokens."""
+    from pivotrl.local_rollouts import State
     from pivotrl.trajectories.reader import read_trajectories
     from pivotrl.trajectories.schema import Trajectory, Turn
     from pivotrl.trajectories.turns import split_turns
 
-    cfg = load_config(["model=smollm2_135m"])
-    renderer = Renderer(resolve_model(cfg.model.path), cfg.model.chat_template, cfg.domain.action_format)
+    renderer = new_renderer()
     found: list[list[Any]] = []
     for item in read_trajectories(path):
         if not isinstance(item, Trajectory):
@@ -75,7 +80,14 @@ def read_states(path: str, count: int) -> tuple[Any, list[list[Any]]]:
     return renderer, found
 
 
-def run_engines(renderer: Any, states: list[Any]) -> dict[str, float]:
+def spread(states: list[Any], count: int | None) -> list[Any]:
+    """At most `count` of a trajectory's states, evenly over its depth, the last one among them."""
+    if count is None or count >= len(states):
+        return states
+    return [states[(i + 1) * len(states) // count - 1] for i in range(count)]
+
+
+def run_engines(renderer: Any, states: list[Any], samples: int) -> dict[str, float]:
     """A real run of both sides. Seconds are of this machine now; tokens are exact."""
     from vllm import LLM, SamplingParams
 
@@ -96,10 +108,15 @@ def run_engines(renderer: Any, states: list[Any]) -> dict[str, float]:
     costs: list[Cost] = []
     with tempfile.TemporaryDirectory() as place:
         clock = time.perf_counter()
-        store = RolloutStore(Path(place) / "rollouts.jsonl", SAMPLES)
-        profile_states(states, lambda: roller, store, SAMPLES, 4, 0, lambda chunk, cost: costs.append(cost))
+        fresh = new_renderer()  # the other one has seen the prompts, and remembers
         for state in states:
-            turn_row(state.turn, store.rollouts(state.turn.id))
+            assert tuple(fresh.prompt_ids(state.turn.messages, state.turn.tools)) == state.prompt_ids
+        rendering = time.perf_counter() - clock
+        store = RolloutStore(Path(place) / "rollouts.jsonl", samples)
+        chunk = max(1, 4 * settings.max_sequences // samples)  # as `pivotrl profile` submits them
+        profile_states(states, lambda: roller, store, samples, chunk, 0, lambda chunk, cost: costs.append(cost))
+        for state in states:
+            turn_row(state.turn, store.rows(state.turn.id))
         ours = time.perf_counter() - clock
         store.close()
     engine.close()
@@ -116,7 +133,7 @@ def run_engines(renderer: Any, states: list[Any]) -> dict[str, float]:
         use_tqdm_on_load=False,
     )
     shuffled = random.Random(0).sample(states, len(states))
-    params = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    params = SamplingParams(n=samples, temperature=1.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     clock = time.perf_counter()
     plain.generate([{"prompt_token_ids": list(s.prompt_ids)} for s in shuffled], params, use_tqdm=False)
     theirs = time.perf_counter() - clock
@@ -125,7 +142,10 @@ def run_engines(renderer: Any, states: list[Any]) -> dict[str, float]:
         "real_prefill_without": total.prompt,  # without a cache every sample of a turn computes its prompt
         "real_prefill_with": total.prompt - total.cached,
         "real_prefill_ratio": total.prompt / (total.prompt - total.cached),
+        "real_seconds": ours,
+        "real_seconds_without": theirs,
         "real_wall_ratio": theirs / ours,
+        "rendering_seconds": rendering,
         "not_engine_share": (ours - total.seconds) / total.seconds,
     }
 
@@ -137,6 +157,8 @@ def main() -> None:
     arguments.add_argument("--trajectories", type=int, default=24)
     arguments.add_argument("--kv-cache-gib", type=float, default=1.0)
     arguments.add_argument("--engine", type=int, default=0, metavar="N", help="really run the first N trajectories")
+    arguments.add_argument("--turns-each", type=int, help="turns of each that are really run, over its depth; all")
+    arguments.add_argument("--samples", type=int, default=2, help="of each turn that is really run")
     options = arguments.parse_args()
     renderer, groups = read_states(options.data, options.trajectories)
     states = [s for group in groups for s in group]
@@ -153,7 +175,8 @@ def main() -> None:
         "cache_tokens": capacity,
     }
     if options.engine:
-        details |= run_engines(renderer, [s for group in groups[: options.engine] for s in group])
+        chosen = [s for group in groups[: options.engine] for s in spread(group, options.turns_each)]
+        details |= run_engines(renderer, chosen, options.samples)
     result = Comparison(
         benchmark="profiling_prefix",
         measured=f"{len(groups)} trajectories of {Path(options.data).name}, SmolLM2, one prompt a turn",

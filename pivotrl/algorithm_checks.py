@@ -126,16 +126,6 @@ def _pivots(a: Algorithm) -> Iterator[str]:
         )
 
 
-def reprofile_conflicts(a: Algorithm, world: int) -> Iterator[str]:
-    """What re-profiling asks of the job."""
-    if world > 1 and (a.reprofile.every_steps is not None or a.reprofile.below_mixed is not None):
-        yield (
-            f"algorithm.reprofile: one process keeps the rollouts of a profile, and this job has {world}; profile the "
-            "checkpoint with `pivotrl profile` and train on from it, or switch re-profiling off (every_steps=null "
-            "below_mixed=null)"
-        )
-
-
 def _dpo(a: Algorithm) -> Iterator[str]:
     """DPO compares actions of a group with each other: it has no advantage, ratio or token weight."""
     wrong = {

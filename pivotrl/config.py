@@ -125,8 +125,10 @@ class Adaptive:
     error: float = 0.05  # 1 - agreement of the kept set with that of all K rollouts (errors over the sets' mean size)
     round: int = 1  # rollouts of an undecided turn at a time; more: fewer submissions, but turns stop later
     lambda_diff: float = 0.6  # decides membership of D_adv; keep it equal to select.lambda_diff
-    calibration_turns: int = 256  # get all K rollouts; from them the test learns how turns are distributed
-    histogram: list[int] = field(default_factory=list)  # of an earlier profile's summary, instead of calibration turns
+    # These many get all K rollouts. From them, and then from all turns before it, each wave of turns learns how turns
+    # are distributed; a wave has as many turns as were known before it.
+    calibration_turns: int = 128
+    histogram: list[float] = field(default_factory=list)  # of an earlier profile's summary, instead of learning
 
 
 @dataclass

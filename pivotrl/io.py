@@ -77,3 +77,14 @@ def append_jsonl(path: Path, rows: Iterable[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def end_torn_line(path: Path) -> None:
+    """End a last line that a killed writer left open, so that rows appended from now on are whole."""
+    if not keeps_books() or not path.is_file():
+        return
+    with path.open("r+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from pivotrl.io import keeps_books
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -57,3 +59,24 @@ def sum_of_all(counts: Mapping[str, float]) -> dict[str, float]:
         for name, count in part.items():
             total[name] = total.get(name, 0) + count
     return dict(sorted(total.items()))
+
+
+def from_first(make: Callable[[], Result]) -> Result:
+    """What the first process made, on every process. Only the first makes it: of files that it alone has written.
+
+    An error there is raised on every process, so that none waits for it.
+    """
+    if _alone():
+        return make()
+    from pivotrl.policy import agree
+
+    made: tuple[Result | None, Exception | None] = (None, None)
+    if keeps_books():
+        try:
+            made = (make(), None)
+        except Exception as error:
+            made = (None, error)
+    value, failed = agree.everyone(made)[0]
+    if failed is not None:
+        raise failed
+    return value  # type: ignore[return-value]

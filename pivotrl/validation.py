@@ -96,12 +96,11 @@ def conflicts(
         )
     if "train" in stages:
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
-        found += algorithm_checks.reprofile_conflicts(cfg.algorithm, world)
-    found += algorithm_checks.one_step_off_conflicts(cfg) if "train" in stages else ()
-    if cfg.generation.server is not None and any(s.name in ("evaluate", "e2e") for s in active):
-        names = ", ".join(s.name for s in active if s.name in ("evaluate", "e2e"))
+        found += algorithm_checks.one_step_off_conflicts(cfg)
+    local = [s.name for s in active if s.name in ("evaluate", "e2e")]
+    if cfg.generation.server is not None and local:
         found.append(
-            f"generation.server: {names} needs an engine in this process (generation.server=null); a server is for "
+            f"generation.server: {', '.join(local)} needs an engine in this process (generation.server=null); a server is for "
             "`pivotrl profile` and `pivotrl train`"
         )
     if stage == "run" and cfg.profile.shard is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ from pivotrl.environments.rollout import EpisodeResult, run_episodes
 from pivotrl.evaluation.statistics import interval, pass_at_k, success_row
 from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
+from pivotrl.profiling.ledger import Cost
 from pivotrl.rendering.chat import Renderer
-from pivotrl.rollouts import TokenCounts
 from pivotrl.trajectories.schema import Action, JsonDict
 
 View = tuple[list[JsonDict], list[JsonDict]]  # messages, tools
@@ -59,10 +60,10 @@ class EngineActor:
         self.room, self.seed = context_length - sampling.max_new_tokens, seed
         self.calls = 0
         self.validity = Validity()
-        self.spent = TokenCounts()
+        self.spent = Cost()
 
     @property
-    def cost(self) -> dict[str, int]:
+    def cost(self) -> dict[str, float]:
         return self.spent.to_json()
 
     def __call__(self, views: Sequence[View]) -> list[Action | None]:
@@ -70,13 +71,15 @@ class EngineActor:
         fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.room]
         seeds = [seed_for(self.seed, "episode", self.calls, i) for i in fits]
         self.calls += 1
+        clock = time.perf_counter()
         groups = self.engine.generate([prompts[i] for i in fits], self.sampling, 1, seeds) if fits else []
+        self.spent += Cost(seconds=time.perf_counter() - clock)
         actions: list[Action | None] = [None] * len(prompts)
         for i, (completion,) in zip(fits, groups, strict=True):
             action = self.renderer.parse(completion.token_ids, views[i][1])
             self.validity.add(action, views[i][1])
             actions[i] = SampledAction(**vars(action), prompt_ids=tuple(prompts[i]), completion=completion)
-            self.spent += TokenCounts.of_completion(len(prompts[i]), completion)
+            self.spent += Cost(1, len(prompts[i]), completion.cached_prompt_tokens, len(completion.token_ids))
         return actions
 
 
@@ -142,7 +145,7 @@ def play(
 def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, seed: int) -> dict[str, Any]:
     """Mean local reward on held-out turns, for domains without an environment here. Unscorable rollouts are counted."""
     seeds = [seed_for(seed, "evaluate", s.turn.id) for s in states]
-    groups = roller.groups(states, trials, seeds)
+    groups, seconds = roller.timed_groups(states, trials, seeds)
     per_turn = {}
     unscorable = 0
     for state, group in zip(states, groups, strict=True):
@@ -150,5 +153,5 @@ def evaluate_turns(states: Sequence[State], roller: LocalRoller, trials: int, se
         unscorable += len(group) - len(rewards)
         if rewards:
             per_turn[state.turn.id] = sum(rewards) / len(rewards)
-    cost = TokenCounts.of(r for group in groups for r in group).to_json()
+    cost = Cost.of((r for group in groups for r in group), seconds).to_json()
     return success_row(per_turn) | {"trials": trials, "unscorable": unscorable, "cost": cost}

@@ -24,6 +24,7 @@ from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.io import append_jsonl, keeps_books, read_json, whole_rows, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, states_of
 from pivotrl.models.folder import ModelFolder
+from pivotrl.profiling.ledger import Cost
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import read_turns
 from pivotrl.setup import Workbench
@@ -55,7 +56,7 @@ class Evaluator:
         self.episodes = run_dir / "evaluate" / "episodes.jsonl"
         self.progress = run_dir / "evaluate" / "measured.json"
         self.policies: dict[str, Any] = {}
-        self.cost = {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0}
+        self.cost: dict[str, float] = Cost().to_json()
         self._continue()
         e = cfg.evaluate
         self.sets = read_sets(e.ood_path, e.ood_rows) if e.ood_path else []
@@ -73,7 +74,7 @@ class Evaluator:
         """Take over what an interrupted evaluation had measured: whole policies; a half-measured one is done again."""
         if self.progress.is_file():
             before = read_json(self.progress)
-            self.policies, self.cost = before["policies"], before["cost"]
+            self.policies, self.cost = before["policies"], self.cost | before["cost"]
         if self.episodes.is_file():
             write_jsonl(self.episodes, (row for row in whole_rows(self.episodes) if row["policy"] in self.policies))
 
@@ -116,7 +117,7 @@ class Evaluator:
         self._spend(actor.cost)
         return found
 
-    def _spend(self, cost: dict[str, int]) -> None:
+    def _spend(self, cost: dict[str, float]) -> None:
         for name, value in cost.items():
             self.cost[name] += value
 
@@ -173,8 +174,9 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
         "split": cfg.evaluate.split,
         "policies": policies,
         "differences": differences(policies),
-        "rollouts": cost.pop("rollouts"),
-        "tokens": cost,
+        "rollouts": cost["rollouts"],
+        "tokens": {name: cost[name] for name in ("prompt", "cached", "generated")},
+        "engine": {"evaluate": cost},  # episodes and held-out turns; not out-of-domain questions and drift
         "seconds": time.monotonic() - started,
     }
     write_json(run_dir / "evaluate" / "summary.json", summary)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pivotrl.configuration import flatten
 from pivotrl.errors import UserError
 
 
@@ -50,9 +51,13 @@ def fingerprint(
 
 
 def differences(profile: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """One line for each part that differs: "weights: profile abc, now def"."""
-    keys = sorted({*profile, *present})
-    return [f"{k}: profile {profile.get(k)}, now {present.get(k)}" for k in keys if profile.get(k) != present.get(k)]
+    """One line for each value that differs, by its dotted key: "sampling.temperature: profile 1.0, now 0.7"."""
+    before, now = flatten(profile), flatten(present)
+    return [
+        f"{k}: profile {before.get(k, '(absent)')}, now {now.get(k, '(absent)')}"
+        for k in sorted({*before, *now})
+        if before.get(k, "(absent)") != now.get(k, "(absent)")
+    ]
 
 
 def require_same(profile: dict[str, Any], present: dict[str, Any], allow_foreign: bool) -> list[str]:

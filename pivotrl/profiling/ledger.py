@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pivotrl.io import append_jsonl
+from pivotrl.io import append_jsonl, end_torn_line
 from pivotrl.peers import sum_of_all
 from pivotrl.profiling.shards import whole_rows
 from pivotrl.rollouts import Rollout, TokenCounts
@@ -46,12 +46,14 @@ class CostLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        end_torn_line(path)
 
     def add(self, purpose: str, cost: Cost) -> None:
         append_jsonl(self.path, [{"purpose": purpose, **cost.to_json()}])
 
     def totals(self) -> dict[str, Cost]:
-        """Cost by purpose. A row torn by a kill, and one written right behind it, are lost: each is one chunk."""
+        """Cost by purpose. A submission whose rollouts were kept and whose row a kill tore or forestalled is lost;
+        rollouts that were not kept are counted nowhere."""
         totals: dict[str, Cost] = {}
         for row in whole_rows(self.path):
             purpose = row.pop("purpose")

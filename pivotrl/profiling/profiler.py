@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.profiling.adaptive import Plan
+from pivotrl.profiling.evidence import State as Counts
 from pivotrl.profiling.ledger import Cost
 from pivotrl.profiling.store import GroupSize, RolloutStore
 from pivotrl.trajectories.schema import Turn
@@ -82,7 +84,7 @@ def profile_in_rounds(
     """
     for block in _chunks(states, BLOCK_CHUNKS * turns_per_chunk):
         for done in range(0, plan.rollouts, plan.round):
-            waiting = [s for s in block if store.count(s.turn.id) == done and not _is_decided(s, store, plan)]
+            waiting = [s for s in block if store.count(s.turn.id) == done and not _is_decided(s, store, plan, seed)]
             size = min(plan.round, plan.rollouts - done)
             for chunk in _chunks(waiting, turns_per_chunk):
                 # The first round has the seeds of a fixed profile: its rollouts are those of a smaller K.
@@ -92,20 +94,40 @@ def profile_in_rounds(
                 on_chunk(chunk, Cost.of((r for group in groups for r in group), seconds))
 
 
-def _is_decided(state: State, store: RolloutStore, plan: Plan) -> bool:
+def _is_decided(state: State, store: RolloutStore, plan: Plan, seed: int) -> bool:
     if state.turn.id not in store:
         return False
-    return plan.is_decided([r.verdict.reward for r in store.rollouts(state.turn.id)])
+    draw = seed_for(seed, "plan", state.turn.id) / 2**31
+    return plan.is_decided([row["reward"] for row in store.rows(state.turn.id)], draw)
 
 
-def count_histogram(states: Sequence[State], store: RolloutStore, rollouts_per_turn: int) -> list[int]:
-    """Turns by their number of right rollouts, 0 to K; turns with an unscorable or partial reward are left out."""
-    counts = [0] * (rollouts_per_turn + 1)
+def waves(states: Sequence[State], known: int, seed: int) -> Iterator[list[State]]:
+    """`states` in waves, each of about as many turns as were known before it, `known` at first; 0: one wave of all.
+
+    Whole trajectories, drawn by id, so that each wave is like the next ones; in the order of `states` within a wave.
+    """
+    sizes = Counter(s.turn.trajectory_id for s in states)
+    wave_of: dict[str, int] = {}
+    number, turns, limit = 0, 0, known or len(states)
+    for trajectory in sorted(sizes, key=lambda t: (seed_for(seed, "wave", t), t)):
+        if turns >= limit:
+            number, turns, limit = number + 1, 0, limit + turns
+        wave_of[trajectory] = number
+        turns += sizes[trajectory]
+    parts: list[list[State]] = [[] for _ in range(number + 1)]
     for state in states:
-        rewards = [r.verdict.reward for r in store.rollouts(state.turn.id)]
-        if rewards.count(1.0) + rewards.count(0.0) == rollouts_per_turn:
-            counts[rewards.count(1.0)] += 1
-    return counts
+        parts[wave_of[state.turn.trajectory_id]].append(state)
+    yield from parts
+
+
+def stopped_at(states: Sequence[State], store: RolloutStore) -> Counter[Counts]:
+    """Turns by (rollouts, right); those with an unscorable or partial reward are left out."""
+    found: Counter[Counts] = Counter()
+    for state in states:
+        rewards = [row["reward"] for row in store.rows(state.turn.id)]
+        if rewards.count(1.0) + rewards.count(0.0) == len(rewards):
+            found[len(rewards), rewards.count(1.0)] += 1
+    return found
 
 
 def _chunks(states: Sequence[State], size: int) -> Iterator[Sequence[State]]:

@@ -9,7 +9,7 @@ import json
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -21,6 +21,8 @@ from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl, write_json
 from pivotrl.profiling import theory
 from pivotrl.profiling.choose import Candidates, Terms, choose, is_narrowed
+from pivotrl.profiling.evidence import learn
+from pivotrl.profiling.statistics import vary
 
 Row = dict[str, Any]
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # for which the expected share of informative groups is told
@@ -41,8 +43,7 @@ def binary_counts(row: Row) -> tuple[int, int] | None:
 def is_mixed(row: Row) -> bool:
     if (counts := binary_counts(row)) is not None:
         return 0 < counts[0] < counts[1]
-    rewards = scored(row)
-    return bool(rewards) and max(rewards) > min(rewards)
+    return vary(scored(row))
 
 
 def is_below(row: Row, lambda_diff: float) -> bool:
@@ -91,9 +92,9 @@ class _Shares:
     """Mean expected share of informative groups, for each group size."""
 
     def __init__(self) -> None:
-        self._sums = {size: [0.0, 0] for size in GROUP_SIZES}
+        self._sums = {size: [0.0, 0.0] for size in GROUP_SIZES}
 
-    def add(self, right: int, scored: int, times: int = 1) -> None:
+    def add(self, right: int, scored: int, times: float = 1) -> None:
         for size, cell in self._sums.items():
             if (share := theory.informative_estimate(right, scored, size)) is not None:
                 cell[0] += share * times
@@ -116,9 +117,11 @@ class _Tally:
         self._first_tenth = [0] * 12  # mixed turns by the smallest k for which mean < k / 10
         self._first_of_all = [0] * 12  # the same of all scored turns
         self._shares = _Shares()
+        self._rollouts: set[int] = set()  # of a turn
 
     def add(self, row: Row, counts: tuple[int, int] | None) -> None:
         """`counts` are the row's `binary_counts`."""
+        self._rollouts.add(len(row["rewards"]))
         if counts is not None:
             self._binary[counts] += 1
         else:
@@ -133,7 +136,7 @@ class _Tally:
         mean = sum(rewards) / len(rewards)
         self.histogram[_bin(float(mean))] += times
         self._first_of_all[int(10 * mean) + 1] += times
-        if max(rewards) > min(rewards):
+        if vary(rewards):
             self._first_tenth[int(10 * mean) + 1] += times
         else:
             self.all_right += times * (mean == 1)
@@ -144,8 +147,20 @@ class _Tally:
         for (right, count), times in self._binary.items():
             row = {"rewards": [1] * right + [0] * (count - right)}
             self._add(row, scored(row), times)
-            self._shares.add(right, count, times)
+        for (right, count), share in self._whole().items():
+            self._shares.add(right, count, share)
         self._binary.clear()
+
+    def _whole(self) -> Mapping[tuple[int, int], float]:
+        """Turns of binary rewards by (right, scored) of all K rollouts.
+
+        An adaptive profile stops turns that look certain, so that what it sampled of them tells a biased share.
+        """
+        if len(self._rollouts) < 2:
+            return self._binary
+        k = max(self._rollouts)
+        learnt = learn({(count, right): times for (right, count), times in self._binary.items()}, k)
+        return {(right, k): share for right, share in enumerate(learnt.final)}
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -157,7 +172,8 @@ class _Tally:
             "histogram": self.histogram,
             "adv_by_lambda": _by_lambda(self._first_tenth),
             "adv_zeros_by_lambda": _by_lambda(self._first_of_all),
-            # Expected share of mixed groups of G rollouts of a random turn, unbiased (theory.informative_estimate).
+            # Expected share of mixed groups of G rollouts of a random turn, unbiased (theory.informative_estimate);
+            # of an adaptive profile by maximum likelihood.
             "informative_share": self._shares.means(),
         }
 

@@ -16,17 +16,20 @@ from pivotrl.errors import UserError
 from pivotrl.io import keeps_books, read_json, read_jsonl, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, State, duplicate_prompts, prompt_cache, states_of
 from pivotrl.peers import wait_for_peers
-from pivotrl.profiling.adaptive import Plan, make_plan
+from pivotrl.profiling.adaptive import Plan, judge, make_plan
+from pivotrl.profiling.evidence import State as Counts
+from pivotrl.profiling.evidence import learn, of_histogram
 from pivotrl.profiling.fingerprint import fingerprint, weights_digest
 from pivotrl.profiling.ledger import Cost, CostLog, CountLog
 from pivotrl.profiling.profiler import (
     GetRoller,
     adaptive_sizes,
     calibration_draw,
-    count_histogram,
     draw_turns,
     profile_in_rounds,
     profile_states,
+    stopped_at,
+    waves,
 )
 from pivotrl.profiling.recorded import profile_from_rows
 from pivotrl.profiling.shards import Shard, check_shards, find_shards, join_files, parse_shard, turns_of
@@ -155,7 +158,7 @@ def profile_into(
     if profile.second_rollouts:
         _second(directory, states, cfg, get_roller, log, counts)
     if adaptive.enabled and tally.turns:
-        told["adaptive"]["saved_share"] = 1 - tally.cost.rollouts / (k * tally.turns)
+        told["adaptive"] |= tally.of_all_k(k)
     engine = {name: cost.to_json() for name, cost in log.totals().items()}
     return {**tally.summary(), **told, "engine": engine, "verifier": counts.totals()}
 
@@ -169,12 +172,16 @@ def _adaptive(
     counts: CountLog,
     bars: bool,
 ) -> tuple[RolloutStore, dict[str, Any]]:
-    """Calibration turns first (unless a histogram is given), then rounds for the undecided."""
+    """Calibration turns first (unless a histogram is given), then waves of the others in rounds for the undecided.
+
+    The plan of a wave is learnt from all turns before it, whatever was interrupted; with a histogram, from that alone.
+    """
     a, k, in_flight = cfg.profile.adaptive, cfg.profile.rollouts_per_turn, 4 * cfg.generation.max_sequences
     full = [] if a.histogram else calibration_draw(states, a.calibration_turns, cfg.seed)
     full_ids = {s.turn.id for s in full}
     store = RolloutStore(directory / "rollouts.jsonl", adaptive_sizes(full_ids, k, a.round))
     done = sum(map(store.count, store))
+    parts: list[tuple[int, Plan | None]] = [(len(full), None)] if full else []
     with progress(len(states) * k, "profile", done=done, unit="rollout", enabled=bars) as bar:
 
         def advance(chunk: Sequence[State], cost: Cost) -> None:
@@ -183,13 +190,21 @@ def _adaptive(
             bar.advance(cost.rollouts)
 
         profile_states(full, get_roller, store, k, max(1, in_flight // k), cfg.seed, advance)
-        histogram = a.histogram or count_histogram(full, store, k)
-        plan: Plan = make_plan(histogram, a.round, a.lambda_diff, a.error)
-        rest = [s for s in states if s.turn.id not in full_ids]
-        profile_in_rounds(rest, get_roller, store, plan, max(1, in_flight // a.round), cfg.seed, advance)
+        seen = stopped_at(full, store)
+        for wave in waves([s for s in states if s.turn.id not in full_ids], len(full), cfg.seed):
+            learnt = learn(of_histogram(a.histogram) if a.histogram else seen, k)
+            plan = make_plan(learnt, a.round, a.lambda_diff, a.error, parts, len(wave))
+            profile_in_rounds(wave, get_roller, store, plan, max(1, in_flight // a.round), cfg.seed, advance)
+            parts.append((len(wave), plan))
+            if not a.histogram:
+                seen += stopped_at(wave, store)
+    learnt = learnt if a.histogram else learn(seen, k)
+    found = judge(learnt, a.lambda_diff, [part for part in parts if part[0]] or [(1, plan)])
     return store, {
-        "histogram": histogram,
-        **{k: v for k, v in asdict(plan).items() if k.startswith(("expected_", "agreement_"))},
+        # Turns with 0, 1, ... K right of K: so many turns with all K rollouts would tell as much as these do.
+        "histogram": list(a.histogram) or [round(p * found.evidence_turns, 3) for p in learnt.final],
+        "agreement_bound": found.agreement_bound,
+        **{f"expected_{name}": getattr(found, name) for name in ("rollouts", "error", "lost", "foreign", "agreement")},
     }
 
 
@@ -218,11 +233,12 @@ def _second(
 def _rows(states: Sequence[State], store: RolloutStore, tally: Tally) -> Iterator[dict[str, Any]]:
     """One row a turn; one turn's rollouts are in memory at a time."""
     for state in states:
-        rollouts = store.rollouts(state.turn.id)
+        rollouts = store.rows(state.turn.id)
         row = turn_row(state.turn, rollouts)
         tally.add(row)
-        tally.verdicts.update(r.verdict.reason for r in rollouts)
-        tally.cost += Cost.of(rollouts)
+        tally.verdicts.update(r["reason"] for r in rollouts)
+        tokens = (row["n"] * row["prompt_tokens"], sum(r["cached_prompt_tokens"] for r in rollouts))
+        tally.cost += Cost(row["n"], *tokens, row["generated_tokens"])
         yield row
 
 
@@ -234,9 +250,12 @@ class Tally:
         self.mean_sum = 0.0
         self.verdicts: Counter[str] = Counter()
         self.cost = Cost()
+        self.seen: Counter[Counts] = Counter()  # turns of binary rewards alone by (rollouts, right)
 
     def add(self, row: dict[str, Any]) -> None:
         self.turns += 1
+        if row["right"] + row["wrong"] == row["n"]:
+            self.seen[row["n"], row["right"]] += 1
         self.mixed += bool(row["variance"])
         self.mean_sum += row["mean"] or 0.0
 
@@ -249,6 +268,16 @@ class Tally:
             "uninformative_share": 1 - self.mixed / self.turns if self.turns else 0.0,
             "verdicts": dict(self.verdicts.most_common()),
             "tokens": {"prompt": self.cost.prompt, "cached": self.cost.cached, "generated": self.cost.generated},
+        }
+
+    def of_all_k(self, k: int) -> dict[str, float]:
+        """What an adaptive profile saved, and what all K rollouts would have shown: stopped turns look more certain
+        than they are, so that the shares and means of what was sampled are biased."""
+        learnt = learn(self.seen, k)
+        return {
+            "saved_share": 1 - self.cost.rollouts / (k * self.turns),
+            "uninformative_share_of_all_k": learnt.final[0] + learnt.final[-1],
+            "mean_reward_of_all_k": learnt.mean([j / k for j in range(k + 1)]),
         }
 
 
@@ -275,7 +304,7 @@ def merge(directory: Path) -> dict[str, Any]:
     result = tally.summary()
     if "adaptive" in summaries[0]:
         k = read_json(directory / "fingerprint.json")["rollouts_per_turn"]
-        result["adaptive"] = {**summaries[0]["adaptive"], "saved_share": 1 - tally.cost.rollouts / (k * tally.turns)}
+        result["adaptive"] = summaries[0]["adaptive"] | tally.of_all_k(k)
     totals = CostLog(directory / "cost.jsonl").totals()
     result |= {
         "engine": {name: cost.to_json() for name, cost in totals.items()},

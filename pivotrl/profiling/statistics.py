@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fractions import Fraction
 from typing import Any
 
 from pivotrl.profiling.fingerprint import digest
-from pivotrl.rollouts import Rollout
-from pivotrl.trajectories.schema import Turn
+from pivotrl.trajectories.schema import JsonDict, Turn
+
+_CANONICAL = json.JSONEncoder(sort_keys=True)
+EPSILON = 1e-6  # rewards of judges and of partial scores that are nearer than this are equal
+
+
+def vary(rewards: Collection[float | Fraction]) -> bool:
+    """Whether scored rewards differ, which makes their group mixed."""
+    return len(rewards) > 1 and max(rewards) - min(rewards) > EPSILON
 
 
 def mean_variance(rewards: Sequence[float]) -> tuple[float, float]:
     """mu = (1/K) sum r and var = (1/K) sum (r - mu)^2, the population variance; exactly 0 for equal rewards."""
-    if max(rewards) == min(rewards):
+    if not vary(rewards):
         return rewards[0], 0.0
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)
@@ -49,14 +57,15 @@ def turn_facts(turn: Turn, rewards: Sequence[float | None]) -> dict[str, Any]:
     }
 
 
-def turn_row(turn: Turn, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The profile of one turn (design idea 2: unscorable rollouts are no wrong ones)."""
-    actions = {json.dumps(r.action.to_json(), sort_keys=True) for r in rollouts}
+def turn_row(turn: Turn, rollouts: Sequence[JsonDict]) -> dict[str, Any]:
+    """The profile of one turn from the rows of its rollouts (`Rollout.to_json`); unscorable ones are no wrong ones
+    (design idea 2). Rows, not objects, since millions of them are read."""
+    actions = [r["action"] for r in rollouts]
     return {
-        **turn_facts(turn, [r.verdict.reward for r in rollouts]),
-        "truncated": sum(r.completion.finish_reason == "length" for r in rollouts),
-        "no_action": sum(not r.action.text and not r.action.tool_calls for r in rollouts),
-        "unique_actions": len(actions),
-        "prompt_tokens": rollouts[0].prompt_tokens,
-        "generated_tokens": sum(len(r.completion.token_ids) for r in rollouts),
+        **turn_facts(turn, [r["reward"] for r in rollouts]),
+        "truncated": sum(r["finish_reason"] == "length" for r in rollouts),
+        "no_action": sum(not a["text"] and not a["tool_calls"] for a in actions),
+        "unique_actions": len(set(map(_CANONICAL.encode, actions))),
+        "prompt_tokens": rollouts[0]["prompt_tokens"],
+        "generated_tokens": sum(len(r["token_ids"]) for r in rollouts),
     }

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pivotrl.errors import UserError
 from pivotrl.io import keeps_books
@@ -64,7 +64,11 @@ class RolloutStore:
 
     def rollouts(self, turn_id: str) -> list[Rollout]:
         """All rollouts of a turn, by index, read from the file. Raises KeyError for a turn without any."""
-        return [Rollout.from_json(json.loads(line)) for line in self._lines(turn_id)]
+        return list(map(Rollout.from_json, self.rows(turn_id)))
+
+    def rows(self, turn_id: str) -> list[dict[str, Any]]:
+        """The same as the rows that they were written as, which is faster."""
+        return [json.loads(line.decode()) for line in self._lines(turn_id)]
 
     def _lines(self, turn_id: str) -> Iterator[bytes]:
         flat = self._groups[turn_id]

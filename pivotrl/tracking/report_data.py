@@ -216,7 +216,7 @@ def ledger(data: RunData) -> list[JsonDict]:
         summary, process = data.summaries.get(stage, {}), measured.get(stage, {})
         if not summary and not process:
             continue
-        tokens = summary.get("tokens") or {}
+        tokens, engine = summary.get("tokens") or {}, summary.get("engine") or {}
         rows.append(
             {
                 "stage": stage,
@@ -225,12 +225,14 @@ def ledger(data: RunData) -> list[JsonDict]:
                 "cached": tokens.get("cached"),
                 "generated": tokens.get("generated"),
                 "trained": tokens.get("trained"),
+                "engine_seconds": sum(c["seconds"] for k, c in engine.items() if k != "reprofile") if engine else None,
                 "seconds": process.get("seconds", summary.get("seconds")),
                 "peak_rss_gib": process.get("peak_rss_gib"),
             }
         )
-        again = (summary.get("engine") or {}).get("reprofile") if stage == "train" else None
+        again = engine.get("reprofile") if stage == "train" else None
         if again:  # its seconds are in those of the stage
             parts = {key: again[key] for key in ("rollouts", "prompt", "cached", "generated")}
-            rows.append({**dict.fromkeys(rows[-1]), "stage": "train, profiling again", **parts})
+            parts |= {"engine_seconds": again["seconds"], "stage": "train, profiling again"}
+            rows.append({**dict.fromkeys(rows[-1]), **parts})
     return rows

@@ -29,6 +29,7 @@ def profile_view(data: RunData) -> JsonDict | None:
         "informative": _informative(select),
         "lists": [{"title": title, "rows": [_line(data, r) for r in rows]} for title, rows in ranked(data) if rows],
         "verdicts": _verdicts(data.summaries.get("profile") or {}),
+        "adaptive": _adaptive((data.summaries.get("profile") or {}).get("adaptive") or {}),
         "break_even": _break_even(data),
     }
 
@@ -147,6 +148,20 @@ def _verdicts(profile: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     found = profile.get("verdicts") or {}
     total = sum(found.values())
     return [(reason, number(n), f"{100 * n / total:.1f} %") for reason, n in found.items()]
+
+
+def _adaptive(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What an adaptive profile saved, and how it stands to one of all K rollouts."""
+    names = {
+        "saved_share": "rollouts saved",
+        "agreement_bound": "agreement of the kept sets, promised",
+        "expected_agreement": "agreement of the kept sets, expected",
+        "expected_lost": "pivots of all K that are not kept",
+        "expected_foreign": "kept, though no pivots of all K",
+        "uninformative_share_of_all_k": "turns without signal, of all K",
+        "mean_reward_of_all_k": "mean reward, of all K",
+    }
+    return [(name, f"{100 * told[key]:.1f} %") for key, name in names.items() if key in told]
 
 
 def _break_even(data: RunData) -> JsonDict | None:

@@ -307,14 +307,19 @@ def ledger_view(data: RunData) -> JsonDict | None:
         ("cached", "of these cached"),
         ("generated", "generated tokens"),
         ("trained", "trained tokens"),
+        ("engine_seconds", "engine time"),
     ]
     kept = [(key, title) for key, title in columns if any(r[key] is not None for r in rows)]
     table = []
     for row in rows:
         seconds, peak = row["seconds"], row["peak_rss_gib"]
-        cells = [number(row[key]) for key, _ in kept]
+        cells = [_cell(key, row[key]) for key, _ in kept]
         cells += ["–" if seconds is None else duration(seconds), "–" if peak is None else f"{peak:.1f} GiB"]
         table.append({"stage": row["stage"], "cells": cells})
-    total = ["" if all(r[key] is None for r in rows) else number(sum(r[key] or 0 for r in rows)) for key, _ in kept]
+    total = [_cell(key, sum(r[key] or 0 for r in rows)) for key, _ in kept]
     total += [duration(sum(r["seconds"] or 0 for r in rows)), ""]
     return {"columns": [t for _, t in kept] + ["time", "peak memory"], "rows": table, "total": total}
+
+
+def _cell(key: str, value: Any) -> str:
+    return duration(value) if key.endswith("seconds") and value is not None else number(value)

@@ -17,6 +17,7 @@ from torch import Tensor
 from pivotrl.config import Algorithm
 from pivotrl.local_rollouts import State
 from pivotrl.policy.prefix_tree import TokenSequence
+from pivotrl.profiling.statistics import vary
 from pivotrl.rollouts import Rollout
 from pivotrl.training.advantages import advantages
 from pivotrl.training.objective import (
@@ -71,7 +72,7 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     return {
         "reward": sum(flat) / len(flat) if flat else float("nan"),
         "group_std": sum(stds) / len(stds) if stds else float("nan"),
-        "mixed_groups": sum(max(g) > min(g) for g in scored) / len(groups),
+        "mixed_groups": sum(map(vary, scored)) / len(groups),
         "unscorable": sum(r.verdict.reward is None for r in rollouts) / count,
         "truncated": sum(_overlong(r) for r in rollouts) / count,
         "malformed": sum(bool(r.action.problems) for r in rollouts) / count,

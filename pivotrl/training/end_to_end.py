@@ -26,7 +26,7 @@ from pivotrl.io import append_jsonl
 from pivotrl.local_rollouts import seed_for
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import TokenSequence
-from pivotrl.rollouts import TokenCounts
+from pivotrl.profiling.ledger import Cost
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
 from pivotrl.tracking.progress import progress
@@ -137,7 +137,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
     for name in ("episodes.jsonl", "errors.jsonl"):
         (directory / name).unlink(missing_ok=True)
     handover = Handover(policy)
-    spent, nonfinite = TokenCounts(), NonFiniteSteps(directory, cfg.algorithm.optimizer.max_nonfinite_steps)
+    spent, nonfinite = Cost(), NonFiniteSteps(directory, cfg.algorithm.optimizer.max_nonfinite_steps)
     with (
         bench.engine() as engine,
         Tracker(directory, cfg.tracking, "e2e", asdict(cfg), start_step=0) as tracker,
@@ -165,4 +165,5 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
     export(policy, bench, directory / "checkpoint")
-    return grpo.finish(directory, {"steps": e.steps, "tasks": len(tasks)}, spent, time.monotonic() - started)
+    facts = {"steps": e.steps, "tasks": len(tasks), "engine": {"e2e": spent.to_json()}}
+    return grpo.finish(directory, facts, spent, time.monotonic() - started)

@@ -20,7 +20,7 @@ from pivotrl.local_rollouts import LocalRoller, State, states_of
 from pivotrl.peers import sum_of_all
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.profiling.fingerprint import require_same
-from pivotrl.profiling.ledger import added
+from pivotrl.profiling.ledger import Cost, added
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import present_fingerprint, read_turns
 from pivotrl.rollouts import Rollout, TokenCounts
@@ -194,7 +194,7 @@ def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> 
     return TokenCounts.of(rollouts)
 
 
-def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts, seconds: float) -> dict[str, Any]:
+def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts | Cost, seconds: float) -> dict[str, Any]:
     """Write the summary of a stage of RL: `facts` of its own, then what its verifier counted, cost, reward of the first
     and last fifth, result."""
     if not keeps_books():

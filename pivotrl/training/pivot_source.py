@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pivotrl.config import Config
+from pivotrl.io import keeps_books
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
 from pivotrl.profiling.ledger import Cost, CostLog
+from pivotrl.profiling.statistics import vary
 from pivotrl.rollouts import Rollout
 from pivotrl.training.batch import Batch
 from pivotrl.training.reprofile import Reprofiler, is_on, why_due
@@ -63,7 +65,8 @@ class PivotSource:
         text = f"{found['turns']} turns profiled again; {found['kept']} pivots, {found['entered']} of them new"
         if not found["kept"]:
             text += f". Going on with the former ones: {found['problem'].splitlines()[0]}"
-        print(f"train: step {step}: {why}: {text}", file=sys.stderr, flush=True)
+        if keeps_books():
+            print(f"train: step {step}: {why}: {text}", file=sys.stderr, flush=True)
         self._since, self._mixed = step, []
         if found["kept"]:
             self._position = 0
@@ -115,7 +118,7 @@ class PivotSource:
 
 def is_mixed(group: Sequence[Rollout]) -> bool:
     """Whether the rewards of the scored rollouts differ."""
-    return len({r.verdict.reward for r in group} - {None}) > 1
+    return vary([r.verdict.reward for r in group if r.verdict.reward is not None])
 
 
 def keep_mixed(batch: Batch, drawn: int) -> Batch:
@@ -123,6 +126,6 @@ def keep_mixed(batch: Batch, drawn: int) -> Batch:
     rewards: dict[int, set[float]] = {}
     for r in batch.rollouts:
         rewards.setdefault(r.group, set()).add(r.reward)
-    kept = [r for r in batch.rollouts if len(rewards[r.group]) > 1]
+    kept = [r for r in batch.rollouts if vary(rewards[r.group])]
     groups = {"groups_drawn": float(drawn), "groups_trained": float(len({r.group for r in kept}))}
     return Batch(kept, batch.metrics | groups)

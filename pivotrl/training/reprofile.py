@@ -3,6 +3,9 @@
 A profile belongs to a policy (design idea 5), and training moves the policy. Each re-profile is a folder
 train/reprofile/step-<steps done>/ in the layout of a run: sample/ (rollouts and rows of the turns that were profiled
 again), profile/turns.jsonl (all turns, each with its newest row), select/ and, written last, summary.json.
+
+In a job of several processes the engines share the turns, and all processes get all rollouts. The first keeps the
+books, and tells the others what it read and selected: one set of pivots, whatever the number of processes.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from typing import Any
 from pivotrl.config import Config
 from pivotrl.config import Reprofile as Settings
 from pivotrl.errors import UserError
-from pivotrl.io import read_json, read_jsonl, write_json, write_jsonl
+from pivotrl.io import keeps_books, read_json, read_jsonl, write_json, write_jsonl
 from pivotrl.local_rollouts import LocalRoller, State, seed_for, states_of
+from pivotrl.peers import from_first, wait_for_peers
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.select import run_select
 from pivotrl.profiling.stage import profile_into
@@ -47,7 +51,7 @@ def why_due(settings: Settings, steps: int, mixed: Sequence[float]) -> str | Non
 
 
 class Reprofiler:
-    """Profiles turns again with the engine's present weights, and selects.
+    """Profiles turns again with the engine's present weights, and selects. Every process makes the same calls.
 
     `renderer` and `verifier` are those of the profile and of training.
     """
@@ -64,9 +68,11 @@ class Reprofiler:
 
         What it made at `step` itself was made with the weights that training is resumed with, and is gone on with.
         """
-        for path in self.root.glob("step-*"):
+        wait_for_peers()
+        for path in self.root.glob("step-*") if keeps_books() else ():
             if (found := re.fullmatch(r"step-(\d+)", path.name)) and int(found[1]) > step:
                 shutil.rmtree(path)
+        wait_for_peers()
 
     def run(self, step: int, former: int | None, roller: LocalRoller, why: str) -> dict[str, Any]:
         """Profile and select after `step` steps; `former` is the step of the re-profile before (None: the profile).
@@ -74,34 +80,41 @@ class Reprofiler:
         Returns the summary. Its `kept` is 0 where the selection has no pivot or cannot be made; `problem` says why.
         """
         clock = time.monotonic()
-        folder, cfg = self.folder(step), self.cfg
-        table = self._table(former)
-        ids = self._draw(table, step)
-        seed = seed_for(cfg.seed, "reprofile", step)  # other rollouts than those of any profile before
-        again = replace(cfg, seed=seed, profile=replace(cfg.profile, second_rollouts=0))
-        figures = profile_into(folder / "sample", self.states_of(ids), again, lambda: roller, bars=False)
+        table, sample = self._table(former), self.folder(step) / "sample"
+        ids = from_first(lambda: self._draw(table, step))
+        seed = seed_for(self.cfg.seed, "reprofile", step)  # other rollouts than those of any profile before
+        again = replace(self.cfg, seed=seed, profile=replace(self.cfg.profile, second_rollouts=0))
+        figures = profile_into(sample, self.states_of(ids), again, lambda: roller, bars=False)
+        return from_first(lambda: self._finish(step, former, figures, {"why": why, "clock": clock}))
+
+    def _finish(self, step: int, former: int | None, figures: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+        """The new table, selection and summary, from the rows of the sample. On the first process."""
+        folder, table = self.folder(step), self._table(former)
         write_jsonl(folder / "profile" / "turns.jsonl", _newest(table, folder / "sample" / "turns.jsonl", step))
         record = read_json(self.run_dir / "profile" / "summary.json")["fingerprint"]
         weights = f"{record['weights']} after {step} training steps"
         write_json(folder / "fingerprint.json", {**record, "weights": weights})
         kept, problem = self._select(folder)
-        before = self.pivot_ids(former)
+        before = self._pivot_ids(former)
         summary = {
             "step": step,
-            "why": why,
+            "why": told["why"],
             **{key: figures[key] for key in ("turns", "rollouts", "tokens", "engine")},
             **{key: figures[key] for key in ("mean_reward", "mixed", "uninformative_share")},
             "kept": len(kept),
             "entered": len(kept - before),
             "left": len(before - kept) if kept else 0,
             "problem": problem,
-            "seconds": time.monotonic() - clock,
+            "seconds": time.monotonic() - told["clock"],
         }
         write_json(folder / "summary.json", summary)
         return summary
 
     def pivot_ids(self, step: int | None) -> set[str]:
         """Turn ids of the pivots of the re-profile at `step`; None: those that training starts with."""
+        return from_first(lambda: self._pivot_ids(step))
+
+    def _pivot_ids(self, step: int | None) -> set[str]:
         folder = self.run_dir if step is None else self.folder(step)
         return {row["turn_id"] for row in read_jsonl(folder / "select" / "pivots.jsonl")}
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pivotrl.errors import UserError
@@ -27,16 +29,17 @@ def test_equal_parts_give_equal_records():
     [
         ({"weights": "w2"}, "weights"),
         ({"template": "t2"}, "template"),
-        ({"sampling": {"temperature": 0.7}}, "sampling"),
-        ({"verifier": ("tool_calls", "2", {"text": "facts"})}, "verifier"),
-        ({"verifier": ("tool_calls", "1", {"text": "exclude"})}, "verifier"),
+        ({"sampling": {"temperature": 0.7}}, "sampling.temperature: profile 1.0, now 0.7"),
+        ({"verifier": ("tool_calls", "2", {"text": "facts"})}, "verifier.version: profile 1, now 2"),
+        ({"verifier": ("tool_calls", "1", {"text": "exclude"})}, "verifier.config.text: profile facts"),
+        ({"verifier": ("tool_calls", "1", {})}, "verifier.config: profile (absent), now {}"),
         ({"turns": [{"id": "b#0"}]}, "turns"),
     ],
 )
 def test_each_part_is_told_apart_and_refused(change, key):
     found = differences(record(), record(**change))
-    assert len(found) == 1
-    assert found[0].startswith(key)
-    with pytest.raises(UserError, match=rf"(?s){key}.*allow_foreign_profile"):
+    assert any(line.startswith(key) for line in found)
+    assert {line.split(":")[0].split(".")[0] for line in found} == {key.split(":")[0].split(".")[0]}
+    with pytest.raises(UserError, match=rf"(?s){re.escape(key)}.*allow_foreign_profile"):
         require_same(record(), record(**change), allow_foreign=False)
     assert require_same(record(), record(**change), allow_foreign=True) == found

@@ -1,16 +1,33 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pivotrl.profiling.ledger import Cost
+from pivotrl.profiling.ledger import Cost, CostLog
 from pivotrl.tracking.break_even import break_even
 
 
 def test_costs_add() -> None:
     assert Cost(1, 10, 4, 3, 0.5) + Cost(2, 20, 0, 6, 0.25) == Cost(3, 30, 4, 9, 0.75)
     assert Cost().to_json() == {"rollouts": 0, "prompt": 0, "cached": 0, "generated": 0, "seconds": 0.0}
+
+
+def test_a_torn_row_is_lost_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cost.jsonl"
+    CostLog(path).add("profile", Cost(1, 10))
+    CostLog(path).add("profile", Cost(2, 20))
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in range(first, len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        log = CostLog(path)
+        log.add("profile", Cost(4, 40))
+        kept = 2 if cut >= len(whole) - 1 else 0  # a row without its newline is a row
+        assert log.totals()["profile"].rollouts == 1 + kept + 4, cut
+    assert CostLog(tmp_path / "none.jsonl").totals() == {}
 
 
 def test_the_paper_s_comparison() -> None:

@@ -170,7 +170,7 @@ def test_unscorable_leaves_mean_and_variance_and_is_counted():
     group = roller().groups([state], 1, [1])[0] * 4
     rewards = [1.0, None, 0.0, 0.0]  # field report C12: the turn's K becomes 3
     group = [replace(r, verdict=Verdict(x, "x")) for r, x in zip(group, rewards, strict=True)]
-    row = turn_row(state.turn, group)
+    row = turn_row(state.turn, [r.to_json() for r in group])
     assert (row["n"], row["unscorable"], row["right"], row["wrong"]) == (4, 1, 1, 2)
     assert row["mean"] == pytest.approx(1 / 3)
     assert row["variance"] == pytest.approx(2 / 9)
@@ -178,7 +178,7 @@ def test_unscorable_leaves_mean_and_variance_and_is_counted():
 
 def test_a_turn_without_any_verdict_has_no_mean():
     group = roller().groups([STATES[0]], 1, [1])[0]
-    row = turn_row(TURNS[0], [replace(r, verdict=Verdict(None, "down")) for r in group])
+    row = turn_row(TURNS[0], [replace(r, verdict=Verdict(None, "down")).to_json() for r in group])
     assert (row["mean"], row["variance"], row["unscorable"]) == (None, None, 1)
 
 

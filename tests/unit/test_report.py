@@ -366,3 +366,16 @@ def test_the_ledger_has_a_line_for_profiling_again(tmp_path: Path) -> None:
     text = report.render(report_data.load(tmp_path))
     assert cells(text, "train, profiling again")[1:5] == ["320", "9\u202f000", "8\u202f000", "7\u202f000"]
     assert "<td>2\u202f560</td>" in text  # 960 + 1280 + 320
+    assert cells(text, "train, profiling again")[6] == cells(text, "train")[6] == "5.0 s"  # of the engine
+
+
+def test_an_adaptive_profile_tells_what_it_saved_and_promises(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    assert "Adaptive profile" not in report.render(report_data.load(tmp_path))
+    summary = json.loads((tmp_path / "profile" / "summary.json").read_text())
+    told = {"saved_share": 0.512, "agreement_bound": 0.95, "expected_agreement": 0.957, "expected_lost": 0.06}
+    write_json(tmp_path / "profile" / "summary.json", {**summary, "adaptive": told})
+    text = report.render(report_data.load(tmp_path))
+    check_html(text)
+    assert cells(text, "rollouts saved") == ["rollouts saved", "51.2 %"]
+    assert cells(text, "agreement of the kept sets, promised")[1] == "95.0 %"

@@ -46,6 +46,8 @@ def row(rewards: list[float | None], turn: str = "t#0") -> dict[str, Any]:
         ([None, 1, 0], {"cand", "mixed", "adv", "adv_zeros"}),
         ([None, 1, 1], {"cand"}),  # an unscorable rollout does not make a pivot
         ([0.1] * 3, {"cand", "adv_zeros"}),  # float residue is not variance
+        ([0.3, 0.1 + 0.2, 0.3000001], {"cand", "adv_zeros"}),  # nor is what a judge computed a little differently
+        ([0.3, 0.30001], {"cand", "mixed", "adv", "adv_zeros"}),
     ],
 )
 def test_sets(rewards, members):
