@@ -71,6 +71,8 @@ class Parallel:
     # Layers of the first and last pipeline stage, where they have fewer than the others; None: as many as each other.
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    # Model chunks of a pipeline stage (interleaved schedule): the bubble shrinks by it, activations in flight grow.
+    virtual_pipeline: int = 1
 
 
 @dataclass

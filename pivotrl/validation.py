@@ -6,6 +6,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pivotrl import algorithm_checks, fp8
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
 from pivotrl.layout import stage_layers
+from pivotrl.models.rope import Rope
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
@@ -50,13 +52,15 @@ def model_shape(path: str) -> Shape | None:
     def first(*names: str) -> int:
         return next((int(raw[n]) for n in names if raw.get(n)), 0)
 
-    heads = first("num_attention_heads")
+    heads, positions = first("num_attention_heads"), first("max_position_embeddings")
+    with suppress(UserError):  # told where the model is loaded, and by preflight
+        positions = Rope.of(raw).reach or positions
     return Shape(
         heads,
         first("num_key_value_heads") or heads,
         first("num_hidden_layers"),
         first("num_experts", "num_local_experts", "n_routed_experts"),
-        first("max_position_embeddings"),
+        positions,
     )
 
 

@@ -38,6 +38,7 @@ POSITIVE = (
     "parallel.expert_tensor",
     "parallel.first_stage_layers",
     "parallel.last_stage_layers",
+    "parallel.virtual_pipeline",
     "sampling.max_new_tokens",
     "generation.max_sequences",
     "generation.kv_cache_gib",

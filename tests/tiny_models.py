@@ -26,10 +26,13 @@ NAMES = ("llama", "qwen3", "qwen3_moe")
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A float32 model: "llama" (tied head), "qwen3" (untied) or "qwen3_moe" (first layer dense, then experts)."""
+    """A float32 model: "llama" (tied head), "qwen2" (biases), "qwen3" (untied) or "qwen3_moe" (first layer dense, then
+    experts)."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -40,6 +43,10 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
     if name == "llama":
         model = LlamaForCausalLM(
             LlamaConfig(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": True, **changes})
+        )
+    elif name == "qwen2":
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": True, **changes})
         )
     elif name == "qwen3":
         model = Qwen3ForCausalLM(
@@ -59,7 +66,7 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**COMMON, **moe, **changes}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if "norm" in parameter_name or parameter_name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.float().eval()
 

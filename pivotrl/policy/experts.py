@@ -8,7 +8,7 @@ router in the forward and again in a recomputed one, hands them over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,10 +55,10 @@ class Router:
 class Routers:
     """The routers of one rank's model. Empty for dense models."""
 
-    def __init__(self, model: Any, moe: tuple[bool, ...], train: bool) -> None:
+    def __init__(self, chunks: Sequence[Any], moe: tuple[bool, ...], train: bool) -> None:
         self.number = sum(moe)
         self.mine: list[Router] = []
-        for layer in model.decoder.layers:
+        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
             module = getattr(layer.mlp, "router", None)
             if module is None:
                 continue

@@ -53,14 +53,6 @@ def attention_plan(tree: PrefixTree, rows: Ints, device: torch.device) -> Any:
     return CpuPlan.of(tree, rows)
 
 
-def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tables:
-    """Cosines and sines [S, head_dim] of the rotary embedding at any positions (half-rotation layout, as in Llama)."""
-    exponent = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    angles = position_ids.float()[:, None] / theta**exponent  # [S, head_dim / 2]
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
 class _GatherRows(torch.autograd.Function):
     """x [R, ...] of every rank -> [S, ...] in the order of the tree; the backward sums over ranks, in float32."""
 

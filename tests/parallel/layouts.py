@@ -21,6 +21,7 @@ from pivotrl.config import Optimizer, Parallel, Precision  # noqa: E402
 from pivotrl.policy.distributed import shutdown_groups  # noqa: E402
 from pivotrl.policy.policy import MegatronPolicy, PairBatch  # noqa: E402
 from pivotrl.policy.prefix_tree import TokenSequence  # noqa: E402
+from pivotrl.refit.layout import EngineLayout  # noqa: E402
 
 TEMPERATURE = 0.8
 # The first Adam step with a large epsilon is rate / epsilon * gradient: both alike, weights move by the gradient.
@@ -35,6 +36,7 @@ CASES: list[tuple[str, Parallel]] = [
     ("llama", Parallel(tensor=2)),  # vocabulary padded and split, tied head
     ("llama", Parallel(tensor=2, sequence=True)),
     ("llama", Parallel(pipeline=2)),  # the tied head is a copy on the last stage
+    ("llama", Parallel(pipeline=2, virtual_pipeline=2)),
     ("llama", Parallel(context=2)),
     ("qwen3_moe", Parallel()),
     ("qwen3_moe", Parallel(tensor=2, sequence=True)),
@@ -44,6 +46,7 @@ CASES: list[tuple[str, Parallel]] = [
     ("qwen3_moe", Parallel(pipeline=2)),
     ("qwen3_moe", Parallel(tensor=2, sequence=True, pipeline=2)),
     ("qwen3_moe", Parallel(pipeline=2, expert=2, first_stage_layers=1)),
+    ("qwen3_moe", Parallel(pipeline=2, expert=2, virtual_pipeline=2)),
     ("qwen3_moe", Parallel(context=2, expert=2)),
 ]
 
@@ -82,6 +85,7 @@ def load(folder: Path, parallel: Parallel, settings: Optimizer) -> MegatronPolic
 
 
 def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], **changes: Any) -> None:
+    what = f"{name} {parallel}"
     policy = load(folder / name, parallel, replace(GRADIENT, **changes))
     got = policy.logprobs(batch(), TEMPERATURE)
     near = max((a - b).abs().max().item() for a, b in zip(got, wanted["logprobs"], strict=True))
@@ -92,12 +96,13 @@ def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], *
     policy.train_step(batch(), objective, TEMPERATURE)
     after = dict(policy.hf_weights())
     assert set(after) == set(wanted["gradients"])
+    for n, sent in policy.weights_for(EngineLayout(dist.get_world_size())):  # an engine a rank: everything, by plan
+        assert isinstance(sent, torch.Tensor) and torch.equal(sent, after[n]), f"{what}: {n}"
     far = {n: (before[n] - t - wanted["gradients"][n]).abs().max().item() for n, t in after.items()}
     worst = max(far, key=lambda n: far[n])
     policy = load(folder / name, parallel, replace(DESCENT, **changes))
     losses = [policy.train_step(batch(), objective, TEMPERATURE)["loss"] for _ in range(DESCENT_STEPS)]
     apart = max(abs(a - b) for a, b in zip(losses, wanted["losses"], strict=True))
-    what = f"{name} {parallel}"
     if dist.get_rank() == 0:
         print(f"log-probs {near:.1e}, gradients {far[worst]:.1e} ({worst}), losses {apart:.1e}: {what}", flush=True)
     assert near < 5e-6, what
@@ -111,7 +116,8 @@ def main(folder: Path) -> None:
     for name, parallel in CASES:
         check(folder, name, parallel, references[name])
         shutdown_groups()
-    for name, parallel in (("qwen3_moe", Parallel(expert=2)), ("llama", Parallel(pipeline=2))):
+    overlapped = (Parallel(expert=2), Parallel(pipeline=2), Parallel(pipeline=2, virtual_pipeline=2))
+    for name, parallel in zip(("qwen3_moe", "llama", "llama"), overlapped, strict=True):
         check(folder, name, parallel, references[name], overlap_grad_reduce=True)
         shutdown_groups()
     dist.barrier()

@@ -24,6 +24,7 @@ from pivotrl.layout import Layout  # noqa: E402
 from pivotrl.models.holdings import holdings, unique  # noqa: E402
 from pivotrl.models.mapping import global_name, plan  # noqa: E402
 from pivotrl.models.registry import family_for  # noqa: E402
+from pivotrl.models.rope import Rope  # noqa: E402
 from pivotrl.policy import cpu_shim, distributed  # noqa: E402
 from pivotrl.policy.model import build_model, transformer_config  # noqa: E402
 from pivotrl.policy.weights import place_of, stage_layers_of  # noqa: E402
@@ -55,7 +56,7 @@ def check(config: dict[str, Any], world: int, parallel: Parallel) -> dict[str, A
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         distributed.initialise(parallel)
         with cpu_shim.scope(), torch.device("meta"):
-            model = build_model(settings(), dims, 1e6, 32768)
+            model = build_model(settings(), dims, Rope(1e6), 32768)
         slowest = max(slowest, time.monotonic() - clock)
         place, at = place_of(model), layout.coordinates(rank)
         assert (place.tp_rank, place.ep_rank, place.etp_rank) == (at.tensor, at.expert, at.expert_tensor)
