@@ -77,11 +77,12 @@ class Parallel:
 
 @dataclass
 class Experts:
-    """Routers of a mixture of experts in training. No auxiliary loss: it would pull against the reward."""
+    """Routers of a mixture of experts in training."""
 
     train_router: bool = True  # False: router weights stay those of the start policy
     router_dtype: str = "fp32"  # "fp32" | "fp64": scores of the routers
     replay: bool = False  # train with the choices of the generator's routers; needs generation.routed_experts
+    aux_loss: float = 0.0  # coefficient of the load-balancing loss of each layer (NVIDIA: 0 or 1e-4); it is no reward
 
 
 @dataclass

@@ -298,6 +298,8 @@ def _layout(cfg: Config, world: int) -> Iterator[str]:
         yield f"parallel.expert={p.expert} does not divide the model's {shape.experts} experts"
     if not shape.experts and max(p.expert, p.expert_tensor) > 1:
         yield f"parallel.expert={p.expert}, expert_tensor={p.expert_tensor}: the model has no experts"
+    if not shape.experts and cfg.experts.aux_loss:
+        yield f"experts.aux_loss={cfg.experts.aux_loss:g}: the model has no experts to balance (use 0)"
     if shape.experts and p.tensor > 1 and not p.sequence:
         yield f"parallel.tensor={p.tensor} with a mixture of experts needs parallel.sequence=true (megatron-core)"
     tp = cfg.generation.tensor_parallel

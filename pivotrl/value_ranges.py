@@ -80,6 +80,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *algorithm_checks.NOT_NEGATIVE,
     "seed",
+    "experts.aux_loss",
     "precision.fp8_first_layers_bf16",
     "precision.fp8_last_layers_bf16",
     "sampling.temperature",

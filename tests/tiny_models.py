@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 
+from pivotrl.policy.prefix_tree import depth_first_order
+
 COMMON = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -119,3 +121,25 @@ def told_experts(model: Any, experts: Any) -> Iterator[None]:
     finally:
         for patch in patches:
             patch.stop()
+
+
+def balance_loss(model: Any, sequences: Any) -> torch.Tensor:
+    """Load-balancing loss of a "qwen3_moe" with coefficient 1, over the unique tokens of one batch: for each layer with
+    experts E * sum over experts of share of choices * mean probability."""
+    order, shared = depth_first_order(sequences)
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    seen: list[list[torch.Tensor]] = [[] for _ in gates]
+    hooks = [
+        gate.register_forward_hook(lambda gate, args, out, into=into: into.append(args[0] @ gate.weight.T))
+        for gate, into in zip(gates, seen, strict=True)
+    ]
+    for index in order:
+        model(torch.tensor([sequences[index].token_ids]))
+    for hook in hooks:
+        hook.remove()
+    loss = torch.zeros(())
+    for gate, logits in zip(gates, seen, strict=True):
+        rows = torch.cat([x.reshape(-1, x.shape[-1])[known:] for x, known in zip(logits, shared, strict=True)])
+        chosen = rows.topk(gate.top_k, dim=-1)[1].flatten().bincount(minlength=rows.shape[1])
+        loss = loss + rows.shape[1] * (chosen / chosen.sum() * rows.softmax(-1).mean(0)).sum()
+    return loss

@@ -24,7 +24,7 @@ from pivotrl.errors import UserError
 from pivotrl.layout import stage_layers
 from pivotrl.models.dims import Dims
 from pivotrl.models.rope import Rope
-from pivotrl.policy.experts import local_choices
+from pivotrl.policy.experts import Balance, of_routers
 from pivotrl.policy.head import target_logprobs
 from pivotrl.policy.machine import uses_transformer_engine
 from pivotrl.policy.modules import RMSNorm, SwiGLU, with_bias
@@ -81,14 +81,30 @@ class PolicyModel(GPTModel):
                 f"routed experts {list(e.shape[1:])} up to number {e.max()}: the model has {number} layers with "
                 f"experts, {k} of {config.num_moe_experts} for each token"
             )
-        group = groups.get_tensor_model_parallel_group()
-        rank, size = (group.rank(), group.size()) if config.sequence_parallel else (0, 1)
-        return local_choices(e, rows, rank, size, device)
+        return of_routers(e, rows, *self._router_place(), device)
 
-    def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float, replay: bool = True) -> Tensor:
+    def _router_place(self) -> tuple[int, int]:
+        """(rank, size) among the ranks that split a context-parallel rank's rows between their routers."""
+        group = groups.get_tensor_model_parallel_group()
+        return (group.rank(), group.size()) if self.config.sequence_parallel else (0, 1)
+
+    def _balance(self, tree: PrefixTree, rows: Ints, weight: float, device: torch.device) -> Balance:
+        real = np.arange(len(tree.token_ids)) < tree.tokens_unique
+        weights = of_routers(real.astype(np.float32) * weight, rows, *self._router_place(), device)
+        return Balance(weights, groups.get_tensor_and_context_parallel_group())
+
+    def run(
+        self,
+        wrapped: torch.nn.Module,
+        tree: PrefixTree,
+        temperature: float,
+        replay: bool = True,
+        balance: float = 0.0,
+    ) -> Tensor:
         """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs.
 
-        `replay` False: the routers choose themselves, whatever experts the tree names.
+        `replay` False: the routers choose themselves, whatever experts the tree names. `balance`: weight of a row in
+        the load-balancing loss.
         """
         device = next(self.parameters()).device
         group = groups.get_context_parallel_group()
@@ -126,6 +142,7 @@ class PolicyModel(GPTModel):
             pair_token=torch.from_numpy(tree.pair_token[mine]).to(device),
             temperature=temperature,
             experts=self._choices(tree, rows, device) if replay else None,
+            balance=self._balance(tree, rows, balance, device) if balance else None,
         )
         ids, positions = (torch.from_numpy(x[rows]).to(device)[None] for x in (tree.token_ids, tree.position_ids))
         out: Tensor = wrapped(ids, positions, None, packed_seq_params=params)  # ids [1, R]

@@ -73,7 +73,7 @@ class MegatronPolicy:
     """A causal language model on megatron-core: log-probs, training steps, weights under Hugging Face names."""
 
     def __init__(
-        self, chunks: list[PolicyModel], dims: Dims, table: dict[str, Entry], seed: int, train_router: bool = True
+        self, chunks: list[PolicyModel], dims: Dims, table: dict[str, Entry], seed: int, experts: Experts
     ) -> None:
         self.chunks, self.dims, self.table, self.seed = chunks, dims, table, seed
         self.settings: Optimizer | None = None
@@ -85,7 +85,7 @@ class MegatronPolicy:
         self._reference: list[Tensor] | None = None
         self.refit_source = RefitSource(chunks, dims, table)
         moe = tuple(dims.kind(i) == "moe" for i in range(dims.layers))
-        self.routers = Routers(chunks, moe, train_router)
+        self.routers = Routers(chunks, moe, experts)
         self._replay = True
 
     @property
@@ -145,7 +145,7 @@ class MegatronPolicy:
         if torch.cuda.is_available():
             for chunk in chunks:
                 chunk.cuda()
-        policy = cls(chunks, dims, table, seed, train_router=experts is None or experts.train_router)
+        policy = cls(chunks, dims, table, seed, experts or Experts())
         if keep_reference:
             policy._reference = [p.detach().cpu().clone() for p in policy.parameters()]
         if optimizer is not None:
@@ -259,7 +259,9 @@ class MegatronPolicy:
             loss, metrics = objective(out[0], out[1], pairs)
             return loss, {"loss": loss.detach(), **{k: v.detach() for k, v in metrics.items()}}
 
-        sums = self._sum_metrics(self._forward_backward(trees, temperature, loss_of, forward_only=False), trees)
+        balance = self._row_weight(trees) if self.routers.aux_loss else 0.0
+        metrics = self._forward_backward(trees, temperature, loss_of, forward_only=False, balance=balance)
+        sums = self._sum_metrics(metrics, trees)
         sums |= self.routers.take_load(next(self.model.parameters()).device)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
@@ -315,12 +317,19 @@ class MegatronPolicy:
         multiple = fp8.row_multiple(sizes, c.fp8_recipe if c.fp8 else None)
         return [build_tree(sequences, batch, multiple) for batch in plans[groups.get_data_parallel_rank()]]
 
+    def _row_weight(self, trees: list[PrefixTree]) -> float:
+        """1 / unique tokens of the step, over all data-parallel ranks."""
+        total = torch.tensor(float(sum(t.tokens_unique for t in trees)), device=next(self.model.parameters()).device)
+        dist.all_reduce(total, group=groups.get_data_parallel_group())
+        return 1.0 / max(1.0, total.item())
+
     def _forward_backward(
         self,
         trees: list[PrefixTree],
         temperature: float,
         loss_of: Callable[[PrefixTree, Tensor], tuple[Tensor, dict[str, Tensor]]],
         forward_only: bool,
+        balance: float = 0.0,
     ) -> list[dict[str, Tensor]]:
         """Run megatron-core's schedule over the trees; metrics of the last pipeline stage, one dict a tree."""
 
@@ -328,7 +337,7 @@ class MegatronPolicy:
 
         def forward_step(iterator: Iterator[PrefixTree], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             tree = next(iterator)
-            out = model_of[id(wrapped)].run(wrapped, tree, temperature, self._replay)
+            out = model_of[id(wrapped)].run(wrapped, tree, temperature, self._replay, balance)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 value, metrics = loss_of(tree, output)

@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from pivotrl.config import Optimizer, Parallel, Precision  # noqa: E402
+from pivotrl.config import Experts, Optimizer, Parallel, Precision  # noqa: E402
 from pivotrl.policy.distributed import shutdown_groups  # noqa: E402
 from pivotrl.policy.policy import MegatronPolicy, PairBatch  # noqa: E402
 from pivotrl.policy.prefix_tree import TokenSequence  # noqa: E402
@@ -29,6 +29,7 @@ GRADIENT = Optimizer(1e8, epsilon=1e8, tokens_per_microbatch=23, clip_grad=1e9)
 # An epsilon that is not tiny: a step is then smooth in the gradient.
 DESCENT = Optimizer(3e-3, epsilon=1e-4, tokens_per_microbatch=23, clip_grad=1e9)
 DESCENT_STEPS = 4
+AUX_LOSS = 0.1
 
 # With four processes: what is not named is data parallel.
 CASES: list[tuple[str, Parallel]] = [
@@ -80,8 +81,23 @@ def objective(
     return loss, {"entropy": entropy.sum(), "pairs": torch.tensor(float(len(logprobs)))}
 
 
-def load(folder: Path, parallel: Parallel, settings: Optimizer) -> MegatronPolicy:
-    return MegatronPolicy.load(folder, parallel, Precision(policy="fp32"), settings, 64, DESCENT_STEPS, seed=0)
+def load(folder: Path, parallel: Parallel, settings: Optimizer, experts: Experts | None = None) -> MegatronPolicy:
+    fp32 = Precision(policy="fp32")
+    return MegatronPolicy.load(folder, parallel, fp32, settings, 64, DESCENT_STEPS, seed=0, experts=experts)
+
+
+def check_balance(folder: Path, parallel: Parallel, wanted: dict[str, Any]) -> None:
+    """The load-balancing loss: its gradient alone, of one micro-batch whose rows several ranks share."""
+    settings = replace(GRADIENT, tokens_per_microbatch=4096)
+    policy = load(folder, parallel, settings, Experts(aux_loss=AUX_LOSS))
+    before = {n: t.clone() for n, t in policy.hf_weights()}
+    report = policy.train_step(batch(), lambda logprobs, *_: (logprobs.sum() * 0.0, {}), TEMPERATURE)
+    far = {n: (before[n] - t - wanted["balanced"][n]).abs().max().item() for n, t in policy.hf_weights()}
+    worst = max(far, key=lambda n: far[n])
+    if dist.get_rank() == 0:
+        print(f"load balancing: gradients {far[worst]:.1e} ({worst}): {parallel}", flush=True)
+    assert abs(report["aux_loss"] - wanted["aux_loss"]) < 1e-5, report
+    assert far[worst] < 1e-6, f"{parallel}: {worst}"
 
 
 def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], **changes: Any) -> None:
@@ -120,6 +136,8 @@ def main(folder: Path) -> None:
     for name, parallel in zip(("qwen3_moe", "llama", "llama"), overlapped, strict=True):
         check(folder, name, parallel, references[name], overlap_grad_reduce=True)
         shutdown_groups()
+    check_balance(folder / "qwen3_moe", Parallel(2, context=2, expert=2, sequence=True), references["qwen3_moe"])
+    shutdown_groups()
     dist.barrier()
     dist.destroy_process_group()
 
