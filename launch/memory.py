@@ -78,11 +78,15 @@ def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | N
     data = max(world // (p.tensor * stages), 1)  # context ranks share the optimiser's state too
     expert_data = max(world // (p.expert_tensor * p.expert * stages), 1)
     adam = 12 if w == 2 else 8  # float32 copy of bf16 weights, and two moments
+    optimiser = adam * (dense / data + experts / expert_data) / GIB
+    activations = activation_bytes(model, cfg, tokens_of(cfg, o), o) / GIB
+    if o.cpu_offload:  # there only when activations and scores are gone: what it needs beyond their memory
+        optimiser = max(0.0, optimiser - activations - SCORES_GIB)
     return {
         "weights": w * (dense + experts) / GIB,
         "gradients": 4 * (dense + experts) / GIB,
-        "optimiser": adam * (dense / data + experts / expert_data) / GIB,
-        "activations": activation_bytes(model, cfg, tokens_of(cfg, o), o) / GIB,
+        "optimiser": optimiser,
+        "activations": activations,
         "scores": SCORES_GIB,
         "overhead": OVERHEAD_GIB,
     }

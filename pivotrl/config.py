@@ -182,6 +182,8 @@ class Optimizer:
     tokens_per_microbatch: int = 4096  # unique tokens of the prefix trees of one forward
     max_nonfinite_steps: int = 3  # a step of non-finite loss or gradient is skipped; the run stops after that many
     overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks while the backward goes on
+    overlap_param_gather: bool = False  # gather updated weights while the next forward goes on; refits gather first
+    cpu_offload: bool = False  # Adam's state is on the GPU only while a step is taken, never beside activations
     recompute: bool = False  # run each layer again in the backward: memory of layer inputs only, about a quarter slower
 
 

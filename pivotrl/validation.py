@@ -94,6 +94,10 @@ def conflicts(
         found += [*_layout(cfg, world), *_batches(cfg, world, stages)]
         if cfg.precision.fp8 is not None and not cuda:
             found.append(f"precision.fp8={cfg.precision.fp8} needs an NVIDIA GPU; this machine has none (use fp8=null)")
+        for name in stages if not cuda else []:
+            key = {"train": "algorithm", "e2e": "algorithm"}.get(name, name)
+            if name in ("train", "e2e", "warmup", "sft") and get(cfg, f"{key}.optimizer.cpu_offload"):
+                found.append(f"{key}.optimizer.cpu_offload=true frees GPU memory, and this machine has no NVIDIA GPU")
     if any("generation" in s.config for s in active) and world % max(cfg.generation.tensor_parallel, 1):
         found.append(
             f"generation.tensor_parallel={cfg.generation.tensor_parallel} does not divide the world size {world}"
@@ -168,6 +172,8 @@ def _optimizer(key: str, o: Optimizer) -> Iterator[str]:
     for name in ("warmup_steps", "weight_decay"):
         if getattr(o, name) < 0:
             yield f"{key}.{name}={getattr(o, name)} must not be negative"
+    if o.overlap_param_gather and not o.overlap_grad_reduce:
+        yield f"{key}.overlap_param_gather=true needs {key}.overlap_grad_reduce=true (megatron-core)"
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(o, name) < 1:
             yield f"{key}.{name}={getattr(o, name)} must be in [0, 1)"

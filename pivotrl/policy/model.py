@@ -62,6 +62,8 @@ class PolicyModel(GPTModel):
             )
         elif size > 1:  # the backward sums over the ranks
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        for hook in self.output_layer._forward_pre_hooks.values():  # those of overlapped gathers; no forward runs them
+            hook(self.output_layer, ())
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()

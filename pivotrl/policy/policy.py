@@ -87,6 +87,7 @@ class MegatronPolicy:
         moe = tuple(dims.kind(i) == "moe" for i in range(dims.layers))
         self.routers = Routers(chunks, moe, experts)
         self._replay = True
+        self._gathering = False  # a step was taken whose weights are gathered by the next forward
 
     @property
     def model(self) -> PolicyModel:
@@ -161,6 +162,7 @@ class MegatronPolicy:
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=settings.overlap_grad_reduce,
+            overlap_param_gather=settings.overlap_param_gather,
         )
         # one bucket for all chunks but the first, as megatron-core's own training has it: their reduction is hidden
         self.wrapped = [
@@ -180,6 +182,7 @@ class MegatronPolicy:
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=True,
+                overlap_param_gather=settings.overlap_param_gather,
             ),
             self.wrapped,
         )
@@ -195,11 +198,21 @@ class MegatronPolicy:
             finalize_model_grads(model, None, **kwargs)
 
         config.finalize_model_grads_func = finalize
+        if settings.cpu_offload:
+            self.memory.release("optimizer")
 
     @cached_property
     def memory(self) -> TrainerMemory:
         """What can be given back while the engine has the accelerator."""
-        return TrainerMemory(torch.nn.ModuleList(self.chunks), self.optimizer)
+        on_host = ("optimizer",) if self.settings is not None and self.settings.cpu_offload else ()
+        return TrainerMemory(torch.nn.ModuleList(self.chunks), self.optimizer, on_host)
+
+    def settle(self) -> None:
+        """Bring every weight up to date that an overlapped gather has still to bring. All ranks call it."""
+        if self._gathering:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+        self._gathering = False
 
     def _groups(self) -> list[dict[str, Any]]:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -267,17 +280,21 @@ class MegatronPolicy:
         norm = float(self.optimizer.get_grad_norm() or 0.0)
         skipped = not (math.isfinite(norm) and math.isfinite(sums.get("loss", 0.0)))
         if not skipped:
-            self.optimizer.step()
+            with self.memory.stepping():
+                self.optimizer.step()
+            self._gathering = self.settings.overlap_param_gather
         self.step += 1
         release_unused()
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, in the policy's dtype; every rank must consume all."""
+        self.settle()
         return full_weights(self.chunks, self.dims, self.table)
 
     def weights_for(self, engine: EngineLayout) -> Iterator[tuple[str, Tensor | Shard]]:
         """(Hugging Face name, what this rank's engine serves of it), sent by plan; every rank must consume all."""
+        self.settle()
         return self.refit_source.stream(engine)
 
     def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
@@ -294,6 +311,7 @@ class MegatronPolicy:
         """Within the block the policy is pi_0, the weights that it was loaded with (for KL to the reference)."""
         if self._reference is None:
             raise RuntimeError("no reference weights: load the policy with keep_reference=True")
+        self.settle()
         parameters = self.parameters()
         trained = [p.data for p in parameters]
         try:

@@ -132,6 +132,7 @@ def adam_steps(policy: MegatronPolicy) -> int:
 
 def snapshot(policy: MegatronPolicy, count: int) -> Iterator[Piece]:
     """What this rank has to write: weights, main weights, and moments if Adam has taken `count` > 0 steps (views)."""
+    policy.settle()
     parts = parts_of(policy)
     for parameter, of_parameter in parts.items():
         flat = parameter.detach().reshape(-1)

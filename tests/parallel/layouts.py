@@ -134,7 +134,7 @@ def main(folder: Path) -> None:
         shutdown_groups()
     overlapped = (Parallel(expert=2), Parallel(pipeline=2), Parallel(pipeline=2, virtual_pipeline=2))
     for name, parallel in zip(("qwen3_moe", "llama", "llama"), overlapped, strict=True):
-        check(folder, name, parallel, references[name], overlap_grad_reduce=True)
+        check(folder, name, parallel, references[name], overlap_grad_reduce=True, overlap_param_gather=True)
         shutdown_groups()
     check_balance(folder / "qwen3_moe", Parallel(2, context=2, expert=2, sequence=True), references["qwen3_moe"])
     shutdown_groups()
