@@ -37,6 +37,7 @@ from pivotrl.policy.tree_attention import (
     attention_plan,
     gather_pairs,
 )
+from pivotrl.policy.versions import submodules
 
 
 class PolicyModel(GPTModel):
@@ -273,6 +274,6 @@ def _use_own_parts(parts: Any, qk_norm: bool) -> None:
     if qk_norm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    mlp = parts.mlp.submodules
-    mlp = mlp.experts.submodules if getattr(mlp, "experts", None) is not None else mlp
-    mlp.activation_func = SwiGLU
+    mlp = submodules(parts.mlp)
+    experts = getattr(mlp, "experts", None)
+    (mlp if experts is None else submodules(experts)).activation_func = SwiGLU

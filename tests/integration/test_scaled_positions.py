@@ -102,3 +102,33 @@ def test_dynamic_scaling_beyond_its_positions_is_refused(tmp_path: Path) -> None
     save_tiny("qwen2", tmp_path / "m", **CASES["dynamic, biases of Qwen2"][1], max_position_embeddings=64)
     with pytest.raises(UserError, match="rope type 'dynamic'"):
         load(tmp_path / "m", length=65)
+
+
+@pytest.mark.engine
+def test_the_engine_follows_training(tmp_path: Path) -> None:
+    """vLLM computes the same positions and biases, before a step and, refitted, after it."""
+    pytest.importorskip("vllm")
+    from pivotrl.config import Generation
+    from pivotrl.generation.engine import Sampling
+    from pivotrl.generation.vllm_engine import VllmEngine
+
+    name, changes = CASES["yarn"][0], {"rope_parameters": YARN, "attention_bias": True, "head_dim": 32}
+    save_tiny(name, tmp_path / "m", **changes, initializer_range=0.2, max_position_embeddings=64)
+    policy = load(tmp_path / "m")
+    engine = VllmEngine(tmp_path / "m", Generation(max_sequences=8), "fp32", 64, 0, [])
+    prompts = [list(batch()[0].token_ids[:length]) for length in (8, 32)]
+
+    def apart() -> float:
+        groups = engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=8), 2, [1, 2])
+        pairs = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
+        ours = policy.logprobs([TokenSequence.of(p, c.token_ids) for p, c in pairs], 1.0)
+        return max((a - torch.tensor(c.logprobs)).abs().max().item() for a, (_, c) in zip(ours, pairs, strict=True))
+
+    try:
+        assert apart() < 1e-4
+        policy.train_step(batch(), objective, 1.0)
+        assert apart() > 1e-3  # the engine has still the old weights
+        engine.refit(policy.weights_for(engine.layout), 1)
+        assert apart() < 1e-4
+    finally:
+        engine.close()
