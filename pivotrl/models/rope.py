@@ -53,7 +53,9 @@ class Rope:
         Raises UserError for a kind or a setting that is not known.
         """
         given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        settings = {key: value for key, value in dict(given).items() if value is not None}
+        if not isinstance(given, Mapping):
+            raise UserError(f"config.json: rope settings are {given!r}; they must be a mapping with 'rope_type'")
+        settings = {key: value for key, value in given.items() if value is not None}
         kind = str(settings.get("rope_type", settings.get("type", "default")))
         if kind not in _KEYS:
             raise UserError(

@@ -63,6 +63,7 @@ def test_older_names_and_what_a_config_leaves_out() -> None:
     ("settings", "message"),
     [
         ({"rope_type": "longrope", "short_factor": [1.0]}, "rope type 'longrope' is not supported"),
+        ("yarn", "must be a mapping"),
         ({"rope_type": "yarn"}, "lacks 'factor'"),
         ({"rope_type": "yarn", "factor": 4.0}, "lacks 'original_max_position_embeddings'"),
         ({"rope_type": "linear", "factor": 4.0, "mrope_section": [1, 2]}, "has 'mrope_section'"),
@@ -74,7 +75,7 @@ def test_older_names_and_what_a_config_leaves_out() -> None:
         ({"full_attention": {"rope_type": "default"}}, "has 'full_attention'"),
     ],
 )
-def test_what_is_not_known_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_what_is_not_known_is_refused(settings: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Rope.of({"rope_parameters": settings})
 
