@@ -112,10 +112,13 @@ def test_the_engine_follows_training(tmp_path: Path) -> None:
     from pivotrl.generation.engine import Sampling
     from pivotrl.generation.vllm_engine import VllmEngine
 
-    name, changes = CASES["yarn"][0], {"rope_parameters": YARN, "attention_bias": True, "head_dim": 32}
-    save_tiny(name, tmp_path / "m", **changes, initializer_range=0.2, max_position_embeddings=64)
-    policy = load(tmp_path / "m")
-    engine = VllmEngine(tmp_path / "m", Generation(max_sequences=8), "fp32", 64, 0, [])
+    changes = {"rope_parameters": YARN, "attention_bias": True, "head_dim": 32, "max_position_embeddings": 64}
+    for name in ("llama", "qwen3"):
+        save_tiny(name, tmp_path / name, **changes, initializer_range=0.2)
+    with pytest.raises(UserError, match=r"has no model\.layers\.0\.self_attn\.o_proj\.bias \(2 biases\)"):
+        VllmEngine(tmp_path / "qwen3", Generation(max_sequences=8), "fp32", 64, 0, [])
+    policy = load(tmp_path / "llama")
+    engine = VllmEngine(tmp_path / "llama", Generation(max_sequences=8), "fp32", 64, 0, [])
     prompts = [list(batch()[0].token_ids[:length]) for length in (8, 32)]
 
     def apart() -> float:
