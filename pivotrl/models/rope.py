@@ -71,7 +71,9 @@ class Rope:
             )
         theta, limit = settings.get("rope_theta", config.get("rope_theta")), config.get("max_position_embeddings")
         factor = _number(settings, "factor", 1.0)
-        found = {"theta": 10000.0 if theta is None else float(theta), "kind": kind, "factor": factor}
+        found: dict[str, Any] = {"kind": kind, "factor": factor}
+        if theta is not None:
+            found["theta"] = float(theta)
         if kind in ("llama3", "yarn"):
             # a model's own key goes before the scaling's, as in transformers
             original = config.get("original_max_position_embeddings", settings.get("original_max_position_embeddings"))
