@@ -29,12 +29,12 @@ def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
         return
     raw = raw_config(cfg)
     if raw is not None and importable("torch"):
-        from pivotrl.models.dims import rope_theta
         from pivotrl.models.registry import family_for
+        from pivotrl.models.rope import Rope
 
         try:
             family_for(raw).to_megatron_kwargs(raw)
-            rope_theta(raw)
+            Rope.of(raw).check(cfg.model.context_length)
         except UserError as error:
             yield f"model.path={cfg.model.path}: {error}"
     if cfg.precision.fp8 in fp8.RECIPES:

@@ -55,7 +55,8 @@ def read_model(config: Mapping[str, Any]) -> Model:
     moe = [experts > 0 and i not in dense_layers and (i + 1) % step == 0 for i in range(d.layers)]
     q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
     qk_norm = 2 * d.head_dim if str(config.get("model_type", "")).startswith("qwen3") else 0
-    block = d.hidden * (2 * q + 2 * kv) + 2 * d.hidden + qk_norm
+    biases = d.has("qkv_bias") * (q + 2 * kv) + d.has("o_bias") * d.hidden
+    block = d.hidden * (2 * q + 2 * kv) + 2 * d.hidden + qk_norm + biases
     sparse = sum(moe)
     dense = d.layers * block + (d.layers - sparse) * 3 * d.hidden * d.ffn + sparse * experts * d.hidden + d.hidden
     weights = Weights(dense, sparse * experts * 3 * d.hidden * moe_ffn, d.vocab * d.hidden, d.tied)
@@ -77,11 +78,15 @@ def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | N
     data = max(world // (p.tensor * stages), 1)  # context ranks share the optimiser's state too
     expert_data = max(world // (p.expert_tensor * p.expert * stages), 1)
     adam = 12 if w == 2 else 8  # float32 copy of bf16 weights, and two moments
+    optimiser = adam * (dense / data + experts / expert_data) / GIB
+    activations = activation_bytes(model, cfg, tokens_of(cfg, o), o) / GIB
+    if o.cpu_offload:  # there only when activations and scores are gone: what it needs beyond their memory
+        optimiser = max(0.0, optimiser - activations - SCORES_GIB)
     return {
         "weights": w * (dense + experts) / GIB,
         "gradients": 4 * (dense + experts) / GIB,
-        "optimiser": adam * (dense / data + experts / expert_data) / GIB,
-        "activations": activation_bytes(model, cfg, tokens_of(cfg, o), o) / GIB,
+        "optimiser": optimiser,
+        "activations": activations,
         "scores": SCORES_GIB,
         "overhead": OVERHEAD_GIB,
     }
@@ -113,16 +118,18 @@ def layer_bytes(model: Model, cfg: Config, kind: str, tokens: int) -> float:
 def activation_bytes(model: Model, cfg: Config, tokens: int, optimizer: Optimizer | None = None) -> float:
     """Bytes of activations kept for the backward of trees of `tokens` unique tokens each.
 
-    1F1B keeps `pipeline` micro-batches of `layers / pipeline` layers on the first stage: the whole depth in all.
-    Without stages the head's rows count too (as if every token had a target).
+    1F1B keeps `pipeline` micro-batches of `layers / pipeline` layers on the first stage: the whole depth in all. With
+    `virtual_pipeline` chunks a stage the first one runs ahead by another pipeline - 1 chunks. Without stages the head's
+    rows count too (as if every token had a target).
     """
     d, p, w = model.dims, cfg.parallel, BYTES[cfg.precision.policy]
     sharded = p.tensor if p.sequence else 1
     layers = [layer_bytes(model, cfg, d.kind(i), tokens) for i in range(d.layers)]
+    ahead = 1 + (p.pipeline - 1) / (p.pipeline * p.virtual_pipeline) if p.virtual_pipeline > 1 else 1.0
     head = w * tokens / p.context * d.hidden * (1 + 1 / sharded) if p.pipeline == 1 else 0.0
     if not (optimizer or cfg.algorithm.optimizer).recompute:
-        return sum(layers) + head
-    return w * tokens / p.context * d.hidden / sharded * d.layers + max(*layers, head)
+        return ahead * sum(layers) + head
+    return ahead * w * tokens / p.context * d.hidden / sharded * d.layers + max(*layers, head)
 
 
 def engine_gib(model: Model, cfg: Config) -> dict[str, float]:

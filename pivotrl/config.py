@@ -72,15 +72,18 @@ class Parallel:
     # Layers of the first and last pipeline stage, where they have fewer than the others; None: as many as each other.
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    # Model chunks of a pipeline stage (interleaved schedule): the bubble shrinks by it, activations in flight grow.
+    virtual_pipeline: int = 1
 
 
 @dataclass
 class Experts:
-    """Routers of a mixture of experts in training. No auxiliary loss: it would pull against the reward."""
+    """Routers of a mixture of experts in training."""
 
     train_router: bool = True  # False: router weights stay those of the start policy
     router_dtype: str = "fp32"  # "fp32" | "fp64": scores of the routers
     replay: bool = False  # train with the choices of the generator's routers; needs generation.routed_experts
+    aux_loss: float = 0.0  # coefficient of the load-balancing loss of each layer (NVIDIA: 0 or 1e-4); it is no reward
 
 
 @dataclass
@@ -183,6 +186,8 @@ class Optimizer:
     tokens_per_microbatch: int = 4096  # unique tokens of the prefix trees of one forward
     max_nonfinite_steps: int = 3  # a step of non-finite loss or gradient is skipped; the run stops after that many
     overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks while the backward goes on
+    overlap_param_gather: bool = False  # gather updated weights while the next forward goes on; refits gather first
+    cpu_offload: bool = False  # Adam's state is on the GPU only while a step is taken, never beside activations
     recompute: bool = False  # run each layer again in the backward: memory of layer inputs only, about a quarter slower
 
 

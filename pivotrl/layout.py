@@ -7,6 +7,7 @@ expert, data, pipeline. `pivotrl.models.holdings` counts and prints what a rank 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pivotrl.config import Parallel
 from pivotrl.errors import UserError
@@ -29,7 +30,34 @@ def stage_layers(parallel: Parallel, layers: int) -> tuple[int, ...]:
     found = [rest // middle if middle else 0] * stages
     found[0] = found[0] if first is None else first
     found[-1] = found[-1] if last is None else last
+    if (chunks := parallel.virtual_pipeline) > 1:
+        if stages == 1:
+            raise UserError(f"parallel.virtual_pipeline={chunks} needs parallel.pipeline > 1")
+        if odd := sorted({n for n in found if n % chunks}):
+            raise UserError(
+                f"parallel.virtual_pipeline={chunks} does not divide the {odd[0]} layers of a pipeline stage"
+            )
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer is."""
+
+    stage: int
+    chunk: int  # of its stage's model
+    position: int  # among the layers of its stage
+
+
+@lru_cache(maxsize=64)
+def layer_places(stage_layers: tuple[int, ...], chunks: int = 1) -> tuple[LayerPlace, ...]:
+    """Place of every layer. With several chunks a stage, layers go round the stages once a chunk."""
+    return tuple(
+        LayerPlace(stage, chunk, chunk * (count // chunks) + i)
+        for chunk in range(chunks)
+        for stage, count in enumerate(stage_layers)
+        for i in range(count // chunks)
+    )
 
 
 @dataclass(frozen=True)

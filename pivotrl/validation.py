@@ -6,6 +6,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pivotrl import algorithm_checks, fp8
 from pivotrl.config import Config, Optimizer, Profile, Select
 from pivotrl.errors import UserError
 from pivotrl.layout import stage_layers
+from pivotrl.models.rope import Rope
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES
 from pivotrl.strict import suggestion
@@ -50,13 +52,15 @@ def model_shape(path: str) -> Shape | None:
     def first(*names: str) -> int:
         return next((int(raw[n]) for n in names if raw.get(n)), 0)
 
-    heads = first("num_attention_heads")
+    heads, positions = first("num_attention_heads"), first("max_position_embeddings")
+    with suppress(UserError):  # told where the model is loaded, and by preflight
+        positions = Rope.of(raw).reach or positions
     return Shape(
         heads,
         first("num_key_value_heads") or heads,
         first("num_hidden_layers"),
         first("num_experts", "num_local_experts", "n_routed_experts"),
-        first("max_position_embeddings"),
+        positions,
     )
 
 
@@ -90,6 +94,10 @@ def conflicts(
         found += [*_layout(cfg, world), *_batches(cfg, world, stages)]
         if cfg.precision.fp8 is not None and not cuda:
             found.append(f"precision.fp8={cfg.precision.fp8} needs an NVIDIA GPU; this machine has none (use fp8=null)")
+        for name in stages if not cuda else []:
+            key = {"train": "algorithm", "e2e": "algorithm"}.get(name, name)
+            if name in ("train", "e2e", "warmup", "sft") and get(cfg, f"{key}.optimizer.cpu_offload"):
+                found.append(f"{key}.optimizer.cpu_offload=true frees GPU memory, and this machine has no NVIDIA GPU")
     if any("generation" in s.config for s in active) and world % max(cfg.generation.tensor_parallel, 1):
         found.append(
             f"generation.tensor_parallel={cfg.generation.tensor_parallel} does not divide the world size {world}"
@@ -164,6 +172,8 @@ def _optimizer(key: str, o: Optimizer) -> Iterator[str]:
     for name in ("warmup_steps", "weight_decay"):
         if getattr(o, name) < 0:
             yield f"{key}.{name}={getattr(o, name)} must not be negative"
+    if o.overlap_param_gather and not o.overlap_grad_reduce:
+        yield f"{key}.overlap_param_gather=true needs {key}.overlap_grad_reduce=true (megatron-core)"
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(o, name) < 1:
             yield f"{key}.{name}={getattr(o, name)} must be in [0, 1)"
@@ -294,6 +304,8 @@ def _layout(cfg: Config, world: int) -> Iterator[str]:
         yield f"parallel.expert={p.expert} does not divide the model's {shape.experts} experts"
     if not shape.experts and max(p.expert, p.expert_tensor) > 1:
         yield f"parallel.expert={p.expert}, expert_tensor={p.expert_tensor}: the model has no experts"
+    if not shape.experts and cfg.experts.aux_loss:
+        yield f"experts.aux_loss={cfg.experts.aux_loss:g}: the model has no experts to balance (use 0)"
     if shape.experts and p.tensor > 1 and not p.sequence:
         yield f"parallel.tensor={p.tensor} with a mixture of experts needs parallel.sequence=true (megatron-core)"
     tp = cfg.generation.tensor_parallel

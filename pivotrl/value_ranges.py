@@ -39,6 +39,7 @@ POSITIVE = (
     "parallel.expert_tensor",
     "parallel.first_stage_layers",
     "parallel.last_stage_layers",
+    "parallel.virtual_pipeline",
     "sampling.max_new_tokens",
     "generation.max_sequences",
     "generation.kv_cache_gib",
@@ -80,6 +81,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *algorithm_checks.NOT_NEGATIVE,
     "seed",
+    "experts.aux_loss",
     "precision.fp8_first_layers_bf16",
     "precision.fp8_last_layers_bf16",
     "sampling.temperature",

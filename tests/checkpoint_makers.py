@@ -52,6 +52,7 @@ HYBRID: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama tied": {**BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},
+    "llama with biases": {**BASE, "architectures": ["LlamaForCausalLM"], "attention_bias": True},
     "qwen3 tied": {**BASE, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     "moe": {**BASE, **MOE},
     "moe tied, first layer dense": {**BASE, **MOE, "mlp_only_layers": [0], "tie_word_embeddings": True},

@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 
+from pivotrl.policy.prefix_tree import depth_first_order
+
 COMMON = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -26,10 +28,13 @@ NAMES = ("llama", "qwen3", "qwen3_moe")
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A float32 model: "llama" (tied head), "qwen3" (untied) or "qwen3_moe" (first layer dense, then experts)."""
+    """A float32 model: "llama" (tied head), "qwen2" (biases), "qwen3" (untied) or "qwen3_moe" (first layer dense, then
+    experts)."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -40,6 +45,10 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
     if name == "llama":
         model = LlamaForCausalLM(
             LlamaConfig(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": True, **changes})
+        )
+    elif name == "qwen2":
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": True, **changes})
         )
     elif name == "qwen3":
         model = Qwen3ForCausalLM(
@@ -59,7 +68,7 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**COMMON, **moe, **changes}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if "norm" in parameter_name or parameter_name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.float().eval()
 
@@ -112,3 +121,25 @@ def told_experts(model: Any, experts: Any) -> Iterator[None]:
     finally:
         for patch in patches:
             patch.stop()
+
+
+def balance_loss(model: Any, sequences: Any) -> torch.Tensor:
+    """Load-balancing loss of a "qwen3_moe" with coefficient 1, over the unique tokens of one batch: for each layer with
+    experts E * sum over experts of share of choices * mean probability."""
+    order, shared = depth_first_order(sequences)
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    seen: list[list[torch.Tensor]] = [[] for _ in gates]
+    hooks = [
+        gate.register_forward_hook(lambda gate, args, out, into=into: into.append(args[0] @ gate.weight.T))
+        for gate, into in zip(gates, seen, strict=True)
+    ]
+    for index in order:
+        model(torch.tensor([sequences[index].token_ids]))
+    for hook in hooks:
+        hook.remove()
+    loss = torch.zeros(())
+    for gate, logits in zip(gates, seen, strict=True):
+        rows = torch.cat([x.reshape(-1, x.shape[-1])[known:] for x, known in zip(logits, shared, strict=True)])
+        chosen = rows.topk(gate.top_k, dim=-1)[1].flatten().bincount(minlength=rows.shape[1])
+        loss = loss + rows.shape[1] * (chosen / chosen.sum() * rows.softmax(-1).mean(0)).sum()
+    return loss

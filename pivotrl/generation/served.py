@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +45,12 @@ def _sources(module: str, parameter: str, rows: int, fused: dict[str, list[str]]
     if last in fused:
         return [f"{prefix + '.' if prefix else ''}{part}.{parameter}" for part in fused[last]]
     return [f"{module}.{parameter}"]
+
+
+def ignored_biases(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Biases among a checkpoint's tensor `names` that no parameter serves: vLLM's loaders pass over such in silence."""
+    served = {source for parameter in served_parameters(model) for source in parameter.sources}
+    return sorted(name for name in names if name.endswith(".bias") and name not in served)
 
 
 class RankShards:

@@ -112,10 +112,18 @@ class VllmEngine(StatefulEngine):
             self._llm = self._vllm.LLM(**arguments)
         self._model_config = self._llm.llm_engine.model_config
         self._vocabulary = self._model_config.get_vocab_size()
+        from pivotrl.generation.served import ignored_biases
         from pivotrl.generation.vllm_refit import VllmRefit
 
         tensor_rank = int(os.environ.get("RANK", "0")) % generation.tensor_parallel
         self._refit = VllmRefit(self._llm, vllm_setup, model_dir, generation, tensor_rank)
+        names = list(ExpectedWeights.from_folder(model_dir).shapes)
+        if ignored := self._llm.apply_model(lambda model: ignored_biases(model, names))[0]:
+            self.close()
+            raise UserError(
+                f"{model_dir}: vLLM's model of this architecture has no {ignored[0]} ({len(ignored)} biases), "
+                "so it would serve another model than the one that is trained; use a model without them"
+            )
 
     @property
     def layout(self) -> EngineLayout:

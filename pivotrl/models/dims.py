@@ -41,6 +41,10 @@ class Dims:
             return int(name)
         return derived[name] if name in derived else int(getattr(self, name))
 
+    def has(self, name: str) -> bool:
+        """Whether a size of `extra` is there and not 0."""
+        return bool(dict(self.extra).get(name, 0))
+
 
 def need(config: HFConfig, key: str) -> Any:
     """`config[key]`, or a UserError that names the key."""
@@ -57,19 +61,12 @@ def refuse(config: HFConfig, key: str, harmless: tuple[Any, ...] = (None, False)
         raise UserError(f"config.json: '{key}: {config[key]}' is not supported; use a model without it")
 
 
-def rope_theta(config: HFConfig) -> float:
-    """Base of the rotary embedding, from the newer `rope_parameters` or the older `rope_theta` + `rope_scaling`.
-
-    Raises UserError for scaled variants (yarn, llama3, ...): they would change every position silently.
-    """
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise UserError(
-            f"config.json: rope type '{kind}' is not supported (only 'default'); use a model without RoPE scaling"
-        )
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    return float(10000.0 if theta is None else theta)
+def attention_biases(config: HFConfig) -> dict[str, int]:
+    """Which products of the attention have a bias, as 0 or 1: `attention_bias` adds one to all four; Qwen2 has always
+    one of queries, keys and values."""
+    everywhere = int(bool(config.get("attention_bias")))
+    always = "Qwen2ForCausalLM" in (config.get("architectures") or ())
+    return {"qkv_bias": int(always or everywhere), "o_bias": 0 if always else everywhere}
 
 
 def dense_dims(config: HFConfig) -> Dims:
@@ -84,19 +81,25 @@ def dense_dims(config: HFConfig) -> Dims:
         head_dim=int(config.get("head_dim") or hidden // heads),
         ffn=int(need(config, "intermediate_size")),
         tied=bool(config.get("tie_word_embeddings", False)),
+        extra=tuple(attention_biases(config).items()),
     )
 
 
 def megatron_kwargs(config: HFConfig, dims: Dims) -> dict[str, Any]:
-    """TransformerConfig settings that all families share (RMSNorm, SwiGLU, GQA, no biases, no dropout).
+    """TransformerConfig settings that all families share (RMSNorm, SwiGLU, GQA, no bias in the MLP, no dropout).
 
+    megatron-core ties the bias of the attention's output to that of the MLP, so `o_bias` is the policy's to add.
     Names are megatron-core's. `activation_func` and everything about devices, precision and parallel layout are the
     policy's, since they need torch.
     """
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; only 'silu' is")
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+    for key in ("mlp_bias", "use_sliding_window"):
         refuse(config, key)
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise UserError(
+            "config.json: 'layer_types' has sliding_attention, which is not supported; use a model without it"
+        )
     return {
         "num_layers": dims.layers,
         "hidden_size": dims.hidden,
@@ -108,7 +111,7 @@ def megatron_kwargs(config: HFConfig, dims: Dims) -> dict[str, Any]:
         "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": False,
+        "add_qkv_bias": dims.has("qkv_bias"),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "qk_layernorm": False,

@@ -11,7 +11,7 @@ from math import prod
 
 from pivotrl.config import Parallel
 from pivotrl.errors import UserError
-from pivotrl.layout import Layout, stage_layers
+from pivotrl.layout import Layout, layer_places, stage_layers
 from pivotrl.models.dims import Dims
 from pivotrl.models.mapping import Entry
 
@@ -21,7 +21,7 @@ class Holding:
     """Parameters of one rank of a pipeline stage; every rank of a stage holds as many."""
 
     stage: int
-    layers: tuple[int, int]  # first and one past the last
+    layers: tuple[tuple[int, int], ...]  # of each of its chunks: first and one past the last
     ranks: tuple[int, int]
     split: int  # parameters split over the tensor-parallel ranks (with rows of vocabulary padding)
     replicated: int  # norms and routers: the same on every rank of the stage
@@ -41,12 +41,12 @@ class Holding:
 def holdings(layout: Layout, table: Mapping[str, Entry], dims: Dims) -> list[Holding]:
     """What a rank of each pipeline stage holds. Raises UserError where layers or tensors cannot be split."""
     p = layout.parallel
-    counts = stage_layers(p, dims.layers)
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    per_stage = layout.world // p.pipeline
+    places = layer_places(stage_layers(p, dims.layers), p.virtual_pipeline)
+    stages = [place.stage for place in places]
+    per_stage, chunks = layout.world // p.pipeline, p.virtual_pipeline
     found = []
     for stage in range(p.pipeline):
-        own = list(_stage_entries(table.values(), stage, starts, dims.tied))
+        own = list(_stage_entries(table.values(), stage, stages, dims.tied))
         split = replicated = experts = padding = copied = 0
         for entry, copy in own:
             size, padded = _shard_size(entry, p)
@@ -60,7 +60,10 @@ def holdings(layout: Layout, table: Mapping[str, Entry], dims: Dims) -> list[Hol
         if experts % p.expert or (dims.experts and dims.experts % p.expert):
             raise UserError(f"parallel.expert={p.expert} does not divide the model's {dims.experts} experts")
         ranks = (stage * per_stage, (stage + 1) * per_stage)
-        layers = (starts[stage], starts[stage + 1])
+        of_chunk = [
+            [i for i, at in enumerate(places) if (at.stage, at.chunk) == (stage, chunk)] for chunk in range(chunks)
+        ]
+        layers = tuple((held[0], held[-1] + 1) for held in of_chunk)
         found.append(Holding(stage, layers, ranks, split, replicated, experts // p.expert, padding, copied))
     return found
 
@@ -79,6 +82,7 @@ def describe(layout: Layout, table: Mapping[str, Entry], dims: Dims, bytes_each:
     p, everyone = layout.parallel, holdings(layout, table, dims)
     lines = [
         f"{layout.world} ranks = tensor {p.tensor} x context {p.context} x data {layout.data} x pipeline {p.pipeline}"
+        + (f" of {p.virtual_pipeline} chunks" if p.virtual_pipeline > 1 else "")
         + (", sequence parallel" if p.sequence else "")
     ]
     if dims.experts:
@@ -93,7 +97,8 @@ def describe(layout: Layout, table: Mapping[str, Entry], dims: Dims, bytes_each:
         at = layout.coordinates(rank)
         shown = [everyone[at.pipeline]]
     for h in shown:
-        ranks, layers = (f"{a}-{b - 1}" for a, b in (h.ranks, h.layers))
+        ranks, *spans = (f"{a}-{b - 1}" for a, b in (h.ranks, *h.layers))
+        layers = ",".join(spans)
         gib = h.total * bytes_each / 2**30
         lines.append(f"{h.stage:>5} {ranks:>11} {layers:>8} {h.dense:>15,} {h.experts:>15,} {gib:>7.2f}")
     if rank is not None:
@@ -105,13 +110,13 @@ def describe(layout: Layout, table: Mapping[str, Entry], dims: Dims, bytes_each:
     return "\n".join(lines)
 
 
-def _stage_entries(entries: Iterable[Entry], stage: int, starts: list[int], tied: bool) -> Iterable[tuple[Entry, bool]]:
-    """(entry, whether it is a copy of a tied embedding) of a stage. `starts`: first layers, and the end."""
-    last = len(starts) - 2
+def _stage_entries(entries: Iterable[Entry], stage: int, stages: list[int], tied: bool) -> Iterable[tuple[Entry, bool]]:
+    """(entry, whether it is a copy of a tied embedding) of a stage. `stages`: that of each layer."""
+    last = max(stages)
     for entry in entries:
         embedding = entry.rule.megatron.startswith("embedding.")
         if entry.layer is not None:
-            if starts[stage] <= entry.layer < starts[stage + 1]:
+            if stages[entry.layer] == stage:
                 yield entry, False
         elif stage == (0 if embedding else last):
             yield entry, False

@@ -39,7 +39,7 @@ class Rule:
     axis: int | None = None
     where: str = "all"  # layers that have it: "all", or one of `Dims.kinds`; "first" | "last" of a block with {outer}
     sections: tuple[tuple[str, str], ...] = ()  # (name in a distributed checkpoint, size in names of `Dims.size`)
-    needs: str = ""  # a size in names of `Dims.size`: models where it is 0 lack the parameter
+    needs: str = ""  # a size in `Dims.extra`: models where it is 0 lack the parameter
 
     @property
     def expert(self) -> bool:
@@ -79,7 +79,7 @@ class Place:
 def plan(rules: Sequence[Rule], dims: Dims) -> dict[str, Entry]:
     """Global megatron name -> Entry, in model order (embedding, layers, final norm, head, further-token layers)."""
     table: dict[str, Entry] = {}
-    rules = [r for r in rules if not r.needs or dims.size(r.needs)]
+    rules = [r for r in rules if not r.needs or dims.has(r.needs)]
 
     def add(rule: Rule, layer: int | None, expert: int | None, kind: str = "dense") -> None:
         outer, inner = divmod(layer or 0, dims.mtp_block)
@@ -154,9 +154,10 @@ def _arrange(layout: str, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
     """Rows of an entry's Hugging Face tensors in the order of its megatron tensor; any width."""
     if layout == "qkv":
         groups, d = dims.kv_heads, dims.head_dim
-        q, k, v = tensors  # [heads * d, h], [kv_heads * d, h], [kv_heads * d, h]
-        parts = [q.reshape(groups, -1, q.shape[-1]), k.reshape(groups, d, -1), v.reshape(groups, d, -1)]
-        return torch.cat(parts, 1).reshape(-1, q.shape[-1])  # [(heads + 2 * kv_heads) * d, h]
+        q, k, v = tensors  # [heads * d, h], [kv_heads * d, h], [kv_heads * d, h]; biases without h
+        rest = q.shape[1:]
+        parts = [q.reshape(groups, -1, *rest), k.reshape(groups, d, *rest), v.reshape(groups, d, *rest)]
+        return torch.cat(parts, 1).reshape(-1, *rest)  # [(heads + 2 * kv_heads) * d, h]
     if layout == "gate_up":
         return torch.cat(list(tensors), 0)  # [2 * ffn, h]
     return tensors[0]

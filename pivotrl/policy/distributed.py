@@ -20,7 +20,8 @@ def initialise(parallel: Parallel) -> None:
     global _sizes
     agree.join()
     Layout.of(parallel, dist.get_world_size())
-    wanted = (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor)
+    chunks = parallel.virtual_pipeline
+    wanted = (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor, chunks)
     if groups.model_parallel_is_initialized():
         if wanted != _sizes:
             raise RuntimeError(
@@ -32,6 +33,7 @@ def initialise(parallel: Parallel) -> None:
         groups.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,

@@ -23,29 +23,31 @@ from pivotrl.config import Experts, Parallel, Precision
 from pivotrl.errors import UserError
 from pivotrl.layout import stage_layers
 from pivotrl.models.dims import Dims
-from pivotrl.policy.experts import local_choices
+from pivotrl.models.rope import Rope
+from pivotrl.policy.experts import Balance, of_routers
 from pivotrl.policy.head import target_logprobs
 from pivotrl.policy.machine import uses_transformer_engine
-from pivotrl.policy.modules import RMSNorm, SwiGLU
+from pivotrl.policy.modules import RMSNorm, SwiGLU, with_bias
 from pivotrl.policy.prefix_tree import Ints, PrefixTree, split_rows
+from pivotrl.policy.rope import rope_tables
 from pivotrl.policy.tree_attention import (
     ContextSplit,
     TreeAttention,
     TreeParams,
     attention_plan,
     gather_pairs,
-    rope_tables,
 )
+from pivotrl.policy.versions import submodules
 
 
 class PolicyModel(GPTModel):
     """A GPTModel whose output is [2, P]: log-probability of each target pair, and entropy of its row (float32).
 
     Earlier pipeline stages return hidden states, as any GPTModel. Position embedding is rotary, by tree depth, applied
-    in the attention; `rope_theta` is its base and `vocabulary` the number of real tokens (the rest is padding).
+    in the attention, as `rope` says; `vocabulary` is the number of real tokens (the rest is padding).
     """
 
-    rope_theta: float
+    rope: Rope
     vocabulary: int
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
@@ -61,6 +63,8 @@ class PolicyModel(GPTModel):
             )
         elif size > 1:  # the backward sums over the ranks
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        for hook in self.output_layer._forward_pre_hooks.values():  # those of overlapped gathers; no forward runs them
+            hook(self.output_layer, ())
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -80,14 +84,30 @@ class PolicyModel(GPTModel):
                 f"routed experts {list(e.shape[1:])} up to number {e.max()}: the model has {number} layers with "
                 f"experts, {k} of {config.num_moe_experts} for each token"
             )
-        group = groups.get_tensor_model_parallel_group()
-        rank, size = (group.rank(), group.size()) if config.sequence_parallel else (0, 1)
-        return local_choices(e, rows, rank, size, device)
+        return of_routers(e, rows, *self._router_place(), device)
 
-    def run(self, wrapped: torch.nn.Module, tree: PrefixTree, temperature: float, replay: bool = True) -> Tensor:
+    def _router_place(self) -> tuple[int, int]:
+        """(rank, size) among the ranks that split a context-parallel rank's rows between their routers."""
+        group = groups.get_tensor_model_parallel_group()
+        return (group.rank(), group.size()) if self.config.sequence_parallel else (0, 1)
+
+    def _balance(self, tree: PrefixTree, rows: Ints, weight: float, device: torch.device) -> Balance:
+        real = np.arange(len(tree.token_ids)) < tree.tokens_unique
+        weights = of_routers(real.astype(np.float32) * weight, rows, *self._router_place(), device)
+        return Balance(weights, groups.get_tensor_and_context_parallel_group())
+
+    def run(
+        self,
+        wrapped: torch.nn.Module,
+        tree: PrefixTree,
+        temperature: float,
+        replay: bool = True,
+        balance: float = 0.0,
+    ) -> Tensor:
         """Run a tree through `wrapped` (this model in its data-parallel wrapper): [2, P] in the order of its pairs.
 
-        `replay` False: the routers choose themselves, whatever experts the tree names.
+        `replay` False: the routers choose themselves, whatever experts the tree names. `balance`: weight of a row in
+        the load-balancing loss.
         """
         device = next(self.parameters()).device
         group = groups.get_context_parallel_group()
@@ -105,7 +125,7 @@ class PolicyModel(GPTModel):
 
         def tables(positions: Any) -> tuple[Tensor, Tensor]:
             ids = torch.from_numpy(positions).to(device)
-            return rope_tables(ids, self.config.kv_channels, self.rope_theta, self.config.params_dtype)
+            return rope_tables(ids, self.config.kv_channels, self.rope, self.config.params_dtype)
 
         split = None
         if len(parts) > 1:
@@ -125,6 +145,7 @@ class PolicyModel(GPTModel):
             pair_token=torch.from_numpy(tree.pair_token[mine]).to(device),
             temperature=temperature,
             experts=self._choices(tree, rows, device) if replay else None,
+            balance=self._balance(tree, rows, balance, device) if balance else None,
         )
         ids, positions = (torch.from_numpy(x[rows]).to(device)[None] for x in (tree.token_ids, tree.position_ids))
         out: Tensor = wrapped(ids, positions, None, packed_seq_params=params)  # ids [1, R]
@@ -188,6 +209,10 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        # between two stages an interleaved schedule sends both ways at once, which one batch would mix up
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
         expert_model_parallel_size=parallel.expert,
@@ -205,12 +230,25 @@ def transformer_config(
     )
 
 
-def build_model(config: TransformerConfig, dims: Dims, theta: float, max_length: int) -> PolicyModel:
-    """The model of this rank's pipeline stage, with uninitialised weights."""
+def build_chunks(config: TransformerConfig, dims: Dims, rope: Rope, max_length: int) -> list[PolicyModel]:
+    """The model of this rank's pipeline stage, chunk by chunk (one without virtual stages), weights uninitialised."""
+    number = config.virtual_pipeline_model_parallel_size or 1
+    return [build_model(config, dims, rope, max_length, c if number > 1 else None) for c in range(number)]
+
+
+def build_model(
+    config: TransformerConfig, dims: Dims, rope: Rope, max_length: int, chunk: int | None = None
+) -> PolicyModel:
+    """One chunk of `build_chunks`; `chunk` None: the stage's only one."""
     fused = uses_transformer_engine()
-    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm"))
+    spec = copy.deepcopy(
+        get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=chunk)
+    )
     for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = TreeAttention
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = TreeAttention
+        if dims.has("o_bias"):
+            attention.linear_proj = with_bias(attention.linear_proj)
         if not fused:
             _use_own_parts(layer.submodules, config.qk_layernorm)
     if not fused:
@@ -221,11 +259,12 @@ def build_model(config: TransformerConfig, dims: Dims, theta: float, max_length:
         vocab_size=-(-dims.vocab // config.tensor_model_parallel_size) * config.tensor_model_parallel_size,
         max_sequence_length=max_length,
         position_embedding_type="none",  # rotary embedding is applied in the attention, by tree depth
-        pre_process=groups.is_pipeline_first_stage(),
-        post_process=groups.is_pipeline_last_stage(),
+        pre_process=groups.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=groups.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         share_embeddings_and_output_weights=dims.tied,
+        vp_stage=chunk,
     )
-    model.rope_theta, model.vocabulary = theta, dims.vocab
+    model.rope, model.vocabulary = rope, dims.vocab
     return model
 
 
@@ -235,6 +274,6 @@ def _use_own_parts(parts: Any, qk_norm: bool) -> None:
     if qk_norm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    mlp = parts.mlp.submodules
-    mlp = mlp.experts.submodules if getattr(mlp, "experts", None) is not None else mlp
-    mlp.activation_func = SwiGLU
+    mlp = submodules(parts.mlp)
+    experts = getattr(mlp, "experts", None)
+    (mlp if experts is None else submodules(experts)).activation_func = SwiGLU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,3 +103,14 @@ class SwiGLU(torch.nn.Module):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Nothing to save; megatron-core's MLP asks every part of it."""
         return {}
+
+
+@cache
+def with_bias(linear: Any) -> Any:
+    """A linear layer's class of the layer spec that has a bias whatever its caller says: megatron-core gives the
+    attention's output one only together with the MLP."""
+
+    def __init__(self: Any, *args: Any, bias: bool, **kwargs: Any) -> None:
+        linear.__init__(self, *args, bias=True, **kwargs)
+
+    return type(linear.__name__, (linear,), {"__init__": __init__})

@@ -81,8 +81,9 @@ def distinct_storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorag
 class TrainerMemory:
     """A policy's memory by kind: parameters, gradients, optimiser states (main weights included)."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: torch.nn.Module, optimizer: Any, on_host: tuple[str, ...] = ()) -> None:
+        """`on_host`: kinds that `restore` leaves on the host; they come for `stepping` and `resident` alone."""
+        self._model, self._optimizer, self._on_host = model, optimizer, on_host
         self._stashes = {"parameters": Stash(), "gradients": Stash(), "optimizer": Stash()}
 
     def release(self, *kinds: str, keep_gradients: bool = True) -> int:
@@ -102,15 +103,25 @@ class TrainerMemory:
         return total
 
     def restore(self, *kinds: str) -> int:
-        return sum(self._stashes[kind].restore() for kind in kinds)
+        """Bytes taken again."""
+        return sum(self._stashes[kind].restore() for kind in kinds if kind not in self._on_host)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within the block the optimiser's state is in its place, wherever it is otherwise."""
+        for kind in self._on_host:
+            self._stashes[kind].restore()
+        yield
+        self.release(*self._on_host)
 
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Within the block all is in its place (to be saved, say); then what was away goes again."""
         away = self.released
-        self.restore(*away)
+        for kind in away:
+            self._stashes[kind].restore()
         yield
-        self.release(*away)
+        self.release(*{*away, *self._on_host})
 
     @property
     def released(self) -> list[str]:

@@ -28,15 +28,16 @@ from torch import Tensor
 from pivotrl import fp8
 from pivotrl.config import Experts, Optimizer, Parallel, Precision
 from pivotrl.errors import UserError
-from pivotrl.models.dims import Dims, rope_theta
+from pivotrl.models.dims import Dims
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, plan
 from pivotrl.models.registry import family_for
+from pivotrl.models.rope import Rope
 from pivotrl.policy import cpu_shim, distributed
 from pivotrl.policy.experts import Routers
 from pivotrl.policy.machine import this_machine
 from pivotrl.policy.memory import release_unused
-from pivotrl.policy.model import PolicyModel, build_model, transformer_config
+from pivotrl.policy.model import PolicyModel, build_chunks, transformer_config
 from pivotrl.policy.offload import TrainerMemory
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
 from pivotrl.policy.refit import RefitSource
@@ -72,19 +73,30 @@ class MegatronPolicy:
     """A causal language model on megatron-core: log-probs, training steps, weights under Hugging Face names."""
 
     def __init__(
-        self, model: PolicyModel, dims: Dims, table: dict[str, Entry], seed: int, train_router: bool = True
+        self, chunks: list[PolicyModel], dims: Dims, table: dict[str, Entry], seed: int, experts: Experts
     ) -> None:
-        self.model, self.dims, self.table, self.seed = model, dims, table, seed
+        self.chunks, self.dims, self.table, self.seed = chunks, dims, table, seed
         self.settings: Optimizer | None = None
         self.total_steps = 0
         self.step = 0  # train_step calls so far; drives the schedule
         self.optimizer: Any = None
-        self.wrapped: Any = Float16Module(model.config, model) if model.config.bf16 else model
+        config = chunks[0].config
+        self.wrapped: list[Any] = [Float16Module(config, c) if config.bf16 else c for c in chunks]
         self._reference: list[Tensor] | None = None
-        self.refit_source = RefitSource(model, dims, table)
+        self.refit_source = RefitSource(chunks, dims, table)
         moe = tuple(dims.kind(i) == "moe" for i in range(dims.layers))
-        self.routers = Routers(model, moe, train_router)
+        self.routers = Routers(chunks, moe, experts)
         self._replay = True
+        self._gathering = False  # a step was taken whose weights are gathered by the next forward
+
+    @property
+    def model(self) -> PolicyModel:
+        """The whole model of this rank where it has one chunk; the first chunk with virtual pipeline stages."""
+        return self.chunks[0]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Every parameter of this rank."""
+        return [p for chunk in self.chunks for p in chunk.parameters()]
 
     @classmethod
     def load(
@@ -119,7 +131,8 @@ class MegatronPolicy:
             found = list(fp8.conflicts(precision, dims.layers, parallel))
             if found := found + list(fp8.size_problems(precision.fp8, dims, parallel)):
                 raise UserError("; ".join(found))
-        theta = rope_theta(folder.config)
+        rope = Rope.of(folder.config)
+        rope.check(max_length)
         distributed.initialise(parallel)
         torch.manual_seed(seed)
         if torch.cuda.is_available():
@@ -127,14 +140,15 @@ class MegatronPolicy:
         recompute = optimizer is not None and optimizer.recompute
         config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute, experts, precision)
         with cpu_shim.scope():
-            model = build_model(config, dims, theta, max_length)
+            chunks = build_chunks(config, dims, rope, max_length)
         table = plan(family.rules, dims)
-        load_weights(model, folder, family, dims, table)
+        load_weights(chunks, folder, family, dims, table)
         if torch.cuda.is_available():
-            model.cuda()
-        policy = cls(model, dims, table, seed, train_router=experts is None or experts.train_router)
+            for chunk in chunks:
+                chunk.cuda()
+        policy = cls(chunks, dims, table, seed, experts or Experts())
         if keep_reference:
-            policy._reference = [p.detach().cpu().clone() for p in model.parameters()]
+            policy._reference = [p.detach().cpu().clone() for p in policy.parameters()]
         if optimizer is not None:
             policy._make_trainable(optimizer, total_steps)
         return policy
@@ -144,15 +158,17 @@ class MegatronPolicy:
         config = self.model.config
         learning_rate(settings, 0, total_steps)  # refuses an unknown schedule now
         self.settings, self.total_steps = settings, total_steps
-        self.wrapped = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=True,
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=settings.overlap_grad_reduce,
-            ),
-            self.wrapped,
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=settings.overlap_grad_reduce,
+            overlap_param_gather=settings.overlap_param_gather,
         )
+        # one bucket for all chunks but the first, as megatron-core's own training has it: their reduction is hidden
+        self.wrapped = [
+            DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.wrapped)
+        ]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -166,11 +182,13 @@ class MegatronPolicy:
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=True,
+                overlap_param_gather=settings.overlap_param_gather,
             ),
-            [self.wrapped],
+            self.wrapped,
         )
         if settings.overlap_grad_reduce:  # once a step: in the backward of its last micro-batch
-            config.no_sync_func = self.wrapped.no_sync
+            functions = [chunk.no_sync for chunk in self.wrapped]
+            config.no_sync_func = functions if len(functions) > 1 else functions[0]
         for group in self._groups():
             if "fused" in group and not torch.cuda.is_available():  # torch's Adam: one pass over memory instead of ten
                 group.update(fused=True, foreach=False)
@@ -180,11 +198,21 @@ class MegatronPolicy:
             finalize_model_grads(model, None, **kwargs)
 
         config.finalize_model_grads_func = finalize
+        if settings.cpu_offload:
+            self.memory.release("optimizer")
 
     @cached_property
     def memory(self) -> TrainerMemory:
         """What can be given back while the engine has the accelerator."""
-        return TrainerMemory(self.model, self.optimizer)
+        on_host = ("optimizer",) if self.settings is not None and self.settings.cpu_offload else ()
+        return TrainerMemory(torch.nn.ModuleList(self.chunks), self.optimizer, on_host)
+
+    def settle(self) -> None:
+        """Bring every weight up to date that an overlapped gather has still to bring. All ranks call it."""
+        if self._gathering:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+        self._gathering = False
 
     def _groups(self) -> list[dict[str, Any]]:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -205,7 +233,8 @@ class MegatronPolicy:
             return out.sum() * 0.0, {}
 
         trees = self._trees(sequences)
-        self.wrapped.eval()
+        for chunk in self.wrapped:
+            chunk.eval()
         with torch.no_grad():
             self._forward_backward(trees, temperature, keep, forward_only=True)
         flat = self._on_every_rank(flat)
@@ -229,8 +258,9 @@ class MegatronPolicy:
         for group in self._groups():
             group["lr"] = rate
         trees = self._trees(sequences)
-        self.wrapped.train()
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def loss_of(tree: PrefixTree, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -242,23 +272,29 @@ class MegatronPolicy:
             loss, metrics = objective(out[0], out[1], pairs)
             return loss, {"loss": loss.detach(), **{k: v.detach() for k, v in metrics.items()}}
 
-        sums = self._sum_metrics(self._forward_backward(trees, temperature, loss_of, forward_only=False), trees)
+        balance = self._row_weight(trees) if self.routers.aux_loss else 0.0
+        metrics = self._forward_backward(trees, temperature, loss_of, forward_only=False, balance=balance)
+        sums = self._sum_metrics(metrics, trees)
         sums |= self.routers.take_load(next(self.model.parameters()).device)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
         skipped = not (math.isfinite(norm) and math.isfinite(sums.get("loss", 0.0)))
         if not skipped:
-            self.optimizer.step()
+            with self.memory.stepping():
+                self.optimizer.step()
+            self._gathering = self.settings.overlap_param_gather
         self.step += 1
         release_unused()
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, in the policy's dtype; every rank must consume all."""
-        return full_weights(self.model, self.dims, self.table)
+        self.settle()
+        return full_weights(self.chunks, self.dims, self.table)
 
     def weights_for(self, engine: EngineLayout) -> Iterator[tuple[str, Tensor | Shard]]:
         """(Hugging Face name, what this rank's engine serves of it), sent by plan; every rank must consume all."""
+        self.settle()
         return self.refit_source.stream(engine)
 
     def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
@@ -275,7 +311,8 @@ class MegatronPolicy:
         """Within the block the policy is pi_0, the weights that it was loaded with (for KL to the reference)."""
         if self._reference is None:
             raise RuntimeError("no reference weights: load the policy with keep_reference=True")
-        parameters = list(self.model.parameters())
+        self.settle()
+        parameters = self.parameters()
         trained = [p.data for p in parameters]
         try:
             for p, initial in zip(parameters, self._reference, strict=True):
@@ -290,11 +327,19 @@ class MegatronPolicy:
     def _trees(self, sequences: Sequence[TokenSequence]) -> list[PrefixTree]:
         """This data-parallel rank's micro-batches; as many on every rank."""
         budget = self.settings.tokens_per_microbatch if self.settings else EVALUATION_TOKENS
-        plans = schedule(sequences, budget, groups.get_data_parallel_world_size())
         c = self.model.config
+        # an interleaved schedule takes micro-batches in groups of as many as there are stages
+        rounds = c.pipeline_model_parallel_size if len(self.chunks) > 1 else 1
+        plans = schedule(sequences, budget, groups.get_data_parallel_world_size(), rounds)
         sizes = Parallel(c.tensor_model_parallel_size, context=c.context_parallel_size, sequence=c.sequence_parallel)
         multiple = fp8.row_multiple(sizes, c.fp8_recipe if c.fp8 else None)
         return [build_tree(sequences, batch, multiple) for batch in plans[groups.get_data_parallel_rank()]]
+
+    def _row_weight(self, trees: list[PrefixTree]) -> float:
+        """1 / unique tokens of the step, over all data-parallel ranks."""
+        total = torch.tensor(float(sum(t.tokens_unique for t in trees)), device=next(self.model.parameters()).device)
+        dist.all_reduce(total, group=groups.get_data_parallel_group())
+        return 1.0 / max(1.0, total.item())
 
     def _forward_backward(
         self,
@@ -302,12 +347,15 @@ class MegatronPolicy:
         temperature: float,
         loss_of: Callable[[PrefixTree, Tensor], tuple[Tensor, dict[str, Tensor]]],
         forward_only: bool,
+        balance: float = 0.0,
     ) -> list[dict[str, Tensor]]:
         """Run megatron-core's schedule over the trees; metrics of the last pipeline stage, one dict a tree."""
 
+        model_of = {id(wrapped): chunk for wrapped, chunk in zip(self.wrapped, self.chunks, strict=True)}
+
         def forward_step(iterator: Iterator[PrefixTree], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             tree = next(iterator)
-            out = self.model.run(wrapped, tree, temperature, self._replay)
+            out = model_of[id(wrapped)].run(wrapped, tree, temperature, self._replay, balance)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 value, metrics = loss_of(tree, output)
@@ -317,8 +365,8 @@ class MegatronPolicy:
 
         result: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(trees),
-            model=[self.wrapped],
+            data_iterator=[iter(trees) for _ in self.wrapped],
+            model=self.wrapped,
             num_microbatches=len(trees),
             seq_length=max(len(t.token_ids) for t in trees),
             micro_batch_size=1,

@@ -179,8 +179,9 @@ def pack(sequences: Sequence[TokenSequence], budget: int) -> list[list[int]]:
     return _pack([len(sequences[i].token_ids) for i in order], order, shared, budget)
 
 
-def schedule(sequences: Sequence[TokenSequence], budget: int, ranks: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> indices; every rank has the same number of micro-batches, empty ones where needed.
+def schedule(sequences: Sequence[TokenSequence], budget: int, ranks: int, multiple: int = 1) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> indices; every rank has the same number of micro-batches, a multiple of `multiple`, empty
+    ones where needed.
 
     Ranks that take part in collectives must run the same number of forwards (field report D1). Where the budget
     leaves the last round uneven, the smallest budget with the same number of rounds spreads the work; micro-batches
@@ -189,7 +190,7 @@ def schedule(sequences: Sequence[TokenSequence], budget: int, ranks: int) -> lis
     order, shared = depth_first_order(sequences)
     lengths = [len(sequences[i].token_ids) for i in order]
     batches = _pack(lengths, order, shared, budget)
-    rounds = max(1, -(-len(batches) // ranks))
+    rounds = max(1, -(-len(batches) // (ranks * multiple))) * multiple
     low, high = 1, budget
     while low < high:
         middle = (low + high) // 2

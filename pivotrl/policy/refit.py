@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,9 @@ from megatron.core import parallel_state as groups
 from torch import Tensor
 
 from pivotrl.models.dims import Dims
-from pivotrl.models.mapping import Entry, global_name
+from pivotrl.models.mapping import Entry
 from pivotrl.policy.model import PolicyModel
-from pivotrl.policy.weights import full_weights, place_of, stage_layers_of
+from pivotrl.policy.weights import full_weights, named_parameters, place_of, stage_layers_of
 from pivotrl.refit.execute import RankRefit, Shard
 from pivotrl.refit.layout import EngineLayout, TrainerLayout
 from pivotrl.refit.plan import BUCKET_BYTES, RefitPlan
@@ -22,15 +22,15 @@ from pivotrl.refit.transport import ProcessTransport, Transport
 class RefitSource:
     """Streams a model's weights to engines. The plan of each engine layout is made once."""
 
-    def __init__(self, model: PolicyModel, dims: Dims, table: dict[str, Entry]) -> None:
-        self._model, self._dims, self._table = model, dims, table
+    def __init__(self, chunks: Sequence[PolicyModel], dims: Dims, table: dict[str, Entry]) -> None:
+        self._chunks, self._model, self._dims, self._table = chunks, chunks[0], dims, table
         self._plans: dict[EngineLayout, tuple[RefitPlan, RankRefit]] = {}
         self._transport: Transport | None = None
 
     def stream(self, engine: EngineLayout) -> Iterator[tuple[str, Tensor | Shard]]:
         """(Hugging Face name, what this rank's engine serves of it). Every rank must consume it to the end, in step."""
         if dist.get_world_size() == 1:
-            return full_weights(self._model, self._dims, self._table)
+            return full_weights(self._chunks, self._dims, self._table)
         _, mine = self._plan(engine)
         if self._transport is None:
             parameter = next(self._model.parameters())
@@ -47,8 +47,7 @@ class RefitSource:
         return {"received_mb": mine.received / 1e6, "sent_mb": mine.sent / 1e6, "bound_mb": bound / 1e6}
 
     def _own(self) -> dict[str, Tensor]:
-        place = place_of(self._model)
-        return {global_name(n, place, self._dims.experts): p.detach() for n, p in self._model.named_parameters()}
+        return {n: p.detach() for n, p in named_parameters(self._chunks, self._dims)}
 
     def _plan(self, engine: EngineLayout) -> tuple[RefitPlan, RankRefit]:
         if engine not in self._plans:
@@ -58,6 +57,7 @@ class RefitSource:
                 groups.get_pipeline_model_parallel_world_size(),
                 groups.get_expert_model_parallel_world_size(),
                 groups.get_expert_tensor_parallel_world_size(),
+                self._model.config.virtual_pipeline_model_parallel_size or 1,
                 stage_layers=stage_layers_of(self._model),
             )
             self._check_place(layout)

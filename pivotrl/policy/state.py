@@ -22,6 +22,7 @@ from torch import Tensor
 from pivotrl.errors import UserError
 from pivotrl.policy import cpu_shim
 from pivotrl.policy.state_files import Piece, RegionReader, rectangles
+from pivotrl.policy.weights import named_parameters
 
 if TYPE_CHECKING:
     from pivotrl.policy.policy import MegatronPolicy
@@ -61,7 +62,7 @@ class Run:
 def parts_of(policy: MegatronPolicy) -> dict[Tensor, list[Part]]:
     """The parts of every parameter of this rank, in order of their elements. Raises RuntimeError for unknown kinds."""
     group = groups.get_data_parallel_group(with_context_parallel=True)
-    described = policy.model.sharded_state_dict(metadata={"dp_cp_group": group})
+    described = [chunk.sharded_state_dict(metadata={"dp_cp_group": group}) for chunk in policy.chunks]
     found: dict[Tensor, list[Part]] = {}
     for value in nested_values(described):
         if isinstance(value, ShardedTensorFactory):
@@ -74,7 +75,7 @@ def parts_of(policy: MegatronPolicy) -> dict[Tensor, list[Part]]:
             raise RuntimeError(f"megatron-core describes {value!r}, which is no tensor")
         parameter = value.data
         found[parameter] = sorted((_part(shard, parameter) for shard in shards), key=lambda p: p.start)
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in named_parameters(policy.chunks, policy.dims):
         if sum(p.numel for p in found.get(parameter, [])) != parameter.numel():
             raise RuntimeError(f"megatron-core describes only a part of {name}")
     return found
@@ -131,6 +132,7 @@ def adam_steps(policy: MegatronPolicy) -> int:
 
 def snapshot(policy: MegatronPolicy, count: int) -> Iterator[Piece]:
     """What this rank has to write: weights, main weights, and moments if Adam has taken `count` > 0 steps (views)."""
+    policy.settle()
     parts = parts_of(policy)
     for parameter, of_parameter in parts.items():
         flat = parameter.detach().reshape(-1)

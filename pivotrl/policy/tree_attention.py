@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from pivotrl.policy.experts import Router
+from pivotrl.policy.experts import Balance, Router
 from pivotrl.policy.prefix_tree import Ints, PrefixTree
 from pivotrl.policy.tree_kernel import CpuPlan, CpuTreeAttention, Tables
 
@@ -42,6 +42,7 @@ class TreeParams(PackedSeqParams):
     pair_token: Tensor | None = None  # [P]
     temperature: float = 1.0
     experts: Tensor | None = None  # [rows of this rank's routers, layers with experts, k], to be replayed
+    balance: Balance | None = None  # of the load-balancing loss
 
 
 def attention_plan(tree: PrefixTree, rows: Ints, device: torch.device) -> Any:
@@ -51,14 +52,6 @@ def attention_plan(tree: PrefixTree, rows: Ints, device: torch.device) -> Any:
 
         return tree_mask(tree, rows, device)
     return CpuPlan.of(tree, rows)
-
-
-def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tables:
-    """Cosines and sines [S, head_dim] of the rotary embedding at any positions (half-rotation layout, as in Llama)."""
-    exponent = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    angles = position_ids.float()[:, None] / theta**exponent  # [S, head_dim / 2]
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -137,7 +130,7 @@ class TreeAttention(MegatronModule):
             raise TypeError("TreeAttention needs TreeParams: the model must be called with a prefix tree")
         p = packed_seq_params
         if self.router is not None:
-            self.router.replay(p.experts)
+            self.router.replay(p.experts, p.balance)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if p.split is not None:
             k, v = _GatherRows.apply(torch.stack([k, v], 1), p.split).unbind(1)  # [S, g, d]

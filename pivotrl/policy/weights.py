@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from pivotrl.config import Parallel
-from pivotrl.layout import stage_layers
+from pivotrl.layout import layer_places, stage_layers
 from pivotrl.models.dims import Dims
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, Place, check_source, global_name, local_shard, merge, unpack
@@ -34,8 +33,16 @@ def place_of(model: PolicyModel) -> Place:
         ep_size=groups.get_expert_model_parallel_world_size(),
         etp_rank=groups.get_expert_tensor_parallel_rank(),
         etp_size=groups.get_expert_tensor_parallel_world_size(),
-        layer_offset=get_transformer_layer_offset(model.config),
+        layer_offset=get_transformer_layer_offset(model.config, vp_stage=model.vp_stage),
     )
+
+
+def named_parameters(chunks: Sequence[PolicyModel], dims: Dims) -> Iterator[tuple[str, Tensor]]:
+    """(global megatron name, parameter) of everything that this rank holds."""
+    for model in chunks:
+        place = place_of(model)
+        for name, parameter in model.named_parameters():
+            yield global_name(name, place, dims.experts), parameter
 
 
 def stage_layers_of(model: PolicyModel) -> tuple[int, ...]:
@@ -46,9 +53,17 @@ def stage_layers_of(model: PolicyModel) -> tuple[int, ...]:
     return stage_layers(sizes, c.num_layers)
 
 
-def load_weights(model: PolicyModel, folder: ModelFolder, family: Family, dims: Dims, table: dict[str, Entry]) -> None:
+def load_weights(
+    chunks: Sequence[PolicyModel], folder: ModelFolder, family: Family, dims: Dims, table: dict[str, Entry]
+) -> None:
     """Fill every parameter from the folder. Raises UserError naming what is missing, unknown or misshapen."""
     check_source(table, folder.shapes, family.ignored_names(dims), str(folder.path))
+    for model in chunks:
+        _load_chunk(model, folder, dims, table)
+    folder.close()
+
+
+def _load_chunk(model: PolicyModel, folder: ModelFolder, dims: Dims, table: dict[str, Entry]) -> None:
     place = place_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,18 +74,18 @@ def load_weights(model: PolicyModel, folder: ModelFolder, family: Family, dims: 
                 # silently wrong where expert_tensor differs from tensor: several ranks then hold the same expert
                 parameter.allreduce = False
             axis = entry.rule.axis if entry else 0  # without an entry: a tied head's copy of the embedding
-            if axis is not None:
+            if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
                 # megatron-core sets these when it initialises weights itself; without them the gradient norm counts the
                 # shards of the first rank only
                 stride = 2 if entry and entry.rule.layout == "gate_up" else 1
                 set_tensor_model_parallel_attributes(parameter, True, axis, stride)
-    folder.close()
 
 
-def full_weights(model: PolicyModel, dims: Dims, table: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
+def full_weights(chunks: Sequence[PolicyModel], dims: Dims, table: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its Hugging Face name, whole, on every rank. All ranks must consume it to the end, in step."""
+    model = chunks[0]
     place = place_of(model)
-    own = {global_name(n, place, dims.experts): p.detach() for n, p in model.named_parameters()}
+    own = {n: p.detach() for n, p in named_parameters(chunks, dims)}
     per_rank = dims.experts // place.ep_size if dims.experts else 0
     for name, entry in table.items():
         if entry.expert is None:
@@ -111,8 +126,8 @@ def _share_stage(full: Tensor | None, entry: Entry, model: PolicyModel) -> Tenso
         assert full is not None, f"no rank holds {entry.hf}"
         return full
     if entry.layer is not None:
-        ends = [sum(stage_layers_of(model)[: i + 1]) for i in range(stages)]
-        owner = bisect_right(ends, entry.layer)
+        chunks = model.config.virtual_pipeline_model_parallel_size or 1
+        owner = layer_places(stage_layers_of(model), chunks)[entry.layer].stage
     else:
         owner = 0 if entry.rule.megatron.startswith("embedding.") else stages - 1
     if groups.get_pipeline_model_parallel_rank() != owner:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pivotrl.errors import UserError
+from pivotrl.layout import layer_places
 
 if TYPE_CHECKING:
     from pivotrl.models.dims import Dims
@@ -30,11 +31,15 @@ class TrainerLayout:
     expert: int = 1
     expert_tensor: int = 1
     virtual_pipeline: int = 1  # model chunks of a pipeline stage
-    stage_layers: tuple[int, ...] | None = None  # layers of each stage where they differ (no virtual stages then)
+    stage_layers: tuple[int, ...] | None = None  # layers of each stage where they differ
 
     def __post_init__(self) -> None:
-        if self.stage_layers and (len(self.stage_layers) != self.pipeline or self.virtual_pipeline > 1):
-            raise UserError(f"trainer layout: stage_layers {self.stage_layers} are not those of {self.pipeline} stages")
+        counts = self.stage_layers or ()
+        if counts and (len(counts) != self.pipeline or any(n % self.virtual_pipeline for n in counts)):
+            raise UserError(
+                f"trainer layout: stage_layers {counts} are not those of {self.pipeline} stages"
+                f" of {self.virtual_pipeline} chunks"
+            )
         for what, size in (
             ("tensor x pipeline", self.tensor * self.pipeline),
             ("expert x expert_tensor x pipeline", self.expert * self.expert_tensor * self.pipeline),
@@ -49,23 +54,16 @@ class TrainerLayout:
         return self.place(entry.layer, dims)[0]
 
     def place(self, layer: int, dims: Dims) -> tuple[int, int]:
-        """(stage, position among the stage's layers). With virtual stages, chunk c of stage s is number
-        c * pipeline + s of all."""
-        if self.stage_layers:
-            if sum(self.stage_layers) != dims.layers:
-                raise UserError(f"trainer layout: stage_layers {self.stage_layers} do not add up to {dims.layers}")
-            for stage, count in enumerate(self.stage_layers):
-                if layer < count:
-                    return stage, layer
-                layer -= count
-        chunks = self.pipeline * self.virtual_pipeline
-        if dims.layers % chunks:
+        """(stage, position among the stage's layers)."""
+        counts, chunks = self.stage_layers, self.pipeline * self.virtual_pipeline
+        if counts and sum(counts) != dims.layers:
+            raise UserError(f"trainer layout: stage_layers {counts} do not add up to {dims.layers}")
+        if not counts and dims.layers % chunks:
             raise UserError(
                 f"trainer layout: {dims.layers} layers do not divide into {chunks} pipeline chunks; give stage_layers"
             )
-        per_chunk = dims.layers // chunks
-        chunk = layer // per_chunk
-        return chunk % self.pipeline, chunk // self.pipeline * per_chunk + layer % per_chunk
+        at = layer_places(counts or (dims.layers // self.pipeline,) * self.pipeline, self.virtual_pipeline)[layer]
+        return at.stage, at.position
 
     def expert_rank(self, entry: Entry, dims: Dims) -> int | None:
         """Expert-parallel rank that holds an expert's parameter; None for others."""

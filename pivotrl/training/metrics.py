@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from statistics import fmean
 
 _ADDED = ("target_tokens", "tokens_total", "tokens_unique")
-_AVERAGED = ("loss", "grad_norm")
+_AVERAGED = ("loss", "grad_norm", "aux_loss", "expert_load")
 
 
 class StepSums:
     """Sums over the optimiser steps of a training step; ratios are taken once, at the end.
 
-    Of a report: `x_sum` (over target tokens) becomes the token-weighted mean `x`, `x_max` the maximum; loss and
-    grad_norm are means over optimiser steps, the learning rate is the last.
+    Of a report: `x_sum` (over target tokens) becomes the token-weighted mean `x`, `x_max` the maximum; loss, grad_norm
+    and what tells about experts are means over optimiser steps, the learning rate is the last.
     """
 
     def __init__(self) -> None:

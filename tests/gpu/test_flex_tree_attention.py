@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-2), (torch.bfloat16, 5e-2)])  # TF32 products
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_attention_equals_masked_attention(dtype: torch.dtype, tolerance: float, ranks: int) -> None:
-    from pivotrl.policy.tree_attention import rope_tables
+    from pivotrl.models.rope import Rope
+    from pivotrl.policy.rope import rope_tables
     from pivotrl.policy.tree_flex import flex_tree_attention, tree_mask
 
     torch.manual_seed(0)
@@ -28,7 +29,7 @@ def test_compiled_attention_equals_masked_attention(dtype: torch.dtype, toleranc
         results = []
         for compiled in (True, False):
             q, k, v = (x.clone().to(dtype if compiled else torch.float32).requires_grad_() for x in inputs)
-            tables = rope_tables(positions, 64, 1e4, q.dtype)
+            tables = rope_tables(positions, 64, Rope(1e4), q.dtype)
             out = torch.zeros_like(q) if compiled else dense(q, k, v, tables, tree)
             for rows in split_rows(tree.position_ids, ranks) if compiled else []:
                 own = tuple(t[torch.from_numpy(rows).cuda()] for t in tables)

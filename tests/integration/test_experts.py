@@ -16,7 +16,7 @@ from pivotrl.models.mapping import local_shard
 from pivotrl.policy.policy import MegatronPolicy, PairBatch
 from pivotrl.policy.prefix_tree import Ints, TokenSequence, build_tree
 from pivotrl.policy.weights import place_of
-from tests.tiny_models import on_disk, save_tiny, told_experts
+from tests.tiny_models import balance_loss, on_disk, save_tiny, told_experts
 
 LAYERS, K, EXPERTS = 2, 2, 8  # of the tiny model: its first of three layers is dense
 ROUTER = "decoder.layers.1.mlp.router.weight"
@@ -161,3 +161,36 @@ def test_router_scores_in_double_precision(moe: tuple[Path, Any]) -> None:
     for a, b in zip(got, policy.logprobs(batch(replayed=False), 1.0), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
     assert double.train_step(batch(replayed=False), objective, 1.0)["skipped"] == 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_load_balancing_loss_and_its_gradient(moe: tuple[Path, Any], recompute: bool) -> None:
+    folder, model = moe
+    sequences, coefficient = batch(replayed=False), 0.5
+    reports, grads = [], []
+    for experts in (Experts(), Experts(aux_loss=coefficient)):
+        policy = load(folder, experts, recompute=recompute)
+        reports.append(policy.train_step(sequences, objective, 1.0))
+        grads.append({n: p.main_grad.clone() for n, p in policy.model.named_parameters()})
+    model.zero_grad()
+    loss = balance_loss(model, sequences)
+    loss.backward()
+    assert "aux_loss" not in reports[0]
+    assert reports[1]["aux_loss"] == pytest.approx(coefficient * loss.item(), abs=1e-6)
+    assert reports[1]["loss"] == reports[0]["loss"]  # that of the objective
+    assert loss.item() > LAYERS + 0.01  # 1 a layer would be even
+    source = on_disk({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
+    for n, before in grads[0].items():
+        want = local_shard(n, policy.table, policy.dims, place_of(policy.model), source.__getitem__)
+        torch.testing.assert_close(grads[1][n] - before, coefficient * want, atol=1e-6, rtol=0, msg=n)
+    assert (grads[1][ROUTER] - grads[0][ROUTER]).abs().max() > 1e-4
+
+
+def test_load_balancing_evens_the_load(moe: tuple[Path, Any]) -> None:
+    def nothing(logprobs: Tensor, entropy: Tensor, pairs: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return logprobs.sum() * 0.0, {}
+
+    policy = load(moe[0], Experts(aux_loss=1.0), learning_rate=3e-3, weight_decay=0.0)
+    reports = [policy.train_step(batch(replayed=False), nothing, 1.0) for _ in range(25)]
+    assert reports[-1]["aux_loss"] < reports[0]["aux_loss"] - 0.02
+    assert reports[-1]["expert_load"] < reports[0]["expert_load"]

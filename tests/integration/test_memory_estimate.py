@@ -88,7 +88,9 @@ def test_estimate_is_within_fifteen_percent(tmp_path: Path, name: str, precision
     policy = MegatronPolicy.load(tmp_path / "m", Parallel(), Precision(policy=precision), settings, TOKENS, 4, seed=0)
     activations = one_step(policy)
     weights = sum(p.nbytes for p in policy.model.parameters())
-    gradients = sum(b.grad_data.nbytes for b in (*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers))
+    gradients = sum(
+        b.grad_data.nbytes for b in (*policy.wrapped[0].buffers, *policy.wrapped[0].expert_parallel_buffers)
+    )
     own = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     optimiser = sum(
         t.nbytes for run in _runs(policy) for t in run.state.values() if t.untyped_storage().data_ptr() not in own

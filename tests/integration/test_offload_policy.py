@@ -20,8 +20,8 @@ def objective(logprobs: Tensor, entropy: Tensor, pairs: PairBatch) -> tuple[Tens
     return -logprobs.sum() / 9.0, {}
 
 
-def load(folder: Path, precision: str) -> MegatronPolicy:
-    settings = Optimizer(learning_rate=1e-3)
+def load(folder: Path, precision: str, cpu_offload: bool = False) -> MegatronPolicy:
+    settings = Optimizer(learning_rate=1e-3, cpu_offload=cpu_offload)
     return MegatronPolicy.load(folder, Parallel(), Precision(policy=precision), settings, 64, 200, seed=0)
 
 
@@ -60,4 +60,27 @@ def test_fifty_cycles_change_no_bit_and_leak_nothing(tmp_path: Path, name: str, 
     for _ in range(2):
         assert policy.train_step(SEQUENCES, objective, 1.0) == undisturbed.train_step(SEQUENCES, objective, 1.0)
     for (n, a), (_, b) in zip(policy.hf_weights(), undisturbed.hf_weights(), strict=True):
+        assert torch.equal(a, b), n
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", "fp32"), ("qwen3_moe", "bf16")])
+def test_states_that_live_on_the_host_change_no_bit(tmp_path: Path, name: str, precision: str) -> None:
+    save_tiny(name, tmp_path / name)
+    away, here = load(tmp_path / name, precision, cpu_offload=True), load(tmp_path / name, precision)
+    held: list[int] = []
+
+    def watched(logprobs: Tensor, entropy: Tensor, pairs: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        held.append(sum(t.untyped_storage().nbytes() for t in away.memory._states()))  # beside the activations
+        return objective(logprobs, entropy, pairs)
+
+    for _ in range(3):
+        assert away.train_step(SEQUENCES, watched, 1.0) == here.train_step(SEQUENCES, objective, 1.0)
+        away.memory.restore("parameters", "gradients", "optimizer")  # the engine's turn is over: it stays away
+    assert held == [0, 0, 0]
+    with away.memory.resident():  # to be saved
+        assert sum(t.untyped_storage().nbytes() for t in away.memory._states()) > 0
+        for a, b in zip(away.memory._states(), here.memory._states(), strict=True):
+            assert torch.equal(a, b)
+    assert away.memory.released == ["optimizer"]
+    for (n, a), (_, b) in zip(away.hf_weights(), here.hf_weights(), strict=True):
         assert torch.equal(a, b), n

@@ -192,7 +192,10 @@ def test_a_broken_configuration(place: Place, change: str, job: str, message: st
 
 BY_STATE = {
     "architecture": (lambda p: p.config(architectures=["Gpt2LMHeadModel"]), "architectures ['Gpt2LMHeadModel']"),
-    "scaled positions": (lambda p: p.config(rope_scaling={"rope_type": "yarn"}), "rope type 'yarn' is not supported"),
+    "scaled positions": (
+        lambda p: p.config(rope_scaling={"rope_type": "longrope"}),
+        "rope type 'longrope' is not supported",
+    ),
     "no weights": (lambda p: (p.model / "model.safetensors").unlink(), "lacks weights"),
     "no tokenizer": (lambda p: (p.model / "tokenizer.json").unlink(), "a tokenizer"),
     "torn config": (lambda p: (p.model / "config.json").write_text("{"), "has no readable config.json"),

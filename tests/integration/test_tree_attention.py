@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pivotrl.config import Parallel
+from pivotrl.models.rope import Rope
 from pivotrl.policy import distributed, head, tree_kernel
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, split_rows
-from pivotrl.policy.tree_attention import rope_tables
+from pivotrl.policy.rope import rope_tables
 from pivotrl.policy.tree_kernel import CpuPlan, CpuTreeAttention, Tables
 from tests.unit.test_prefix_tree import SHAPES
 
@@ -45,7 +46,7 @@ def with_gradients(
 ) -> list[Tensor]:
     """Output and gradients of q, k, v: of the kernel, rank after rank, or (`ranks` None) of the dense formula."""
     q, k, v = (x.clone().to(dtype).requires_grad_() for x in inputs)
-    tables = rope_tables(torch.from_numpy(tree.position_ids), q.shape[-1], 1e4, dtype)
+    tables = rope_tables(torch.from_numpy(tree.position_ids), q.shape[-1], Rope(1e4), dtype)
     if ranks is None:
         out = dense(q, k, v, tables, tree)
     else:
@@ -109,7 +110,7 @@ def test_flex_attention_has_the_same_rule(ranks: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     tree = build_tree([*LEVELS, *SHAPES["200 branches"]], multiple_of=16 * ranks)
     q, k, v = random_inputs(tree)
-    tables = rope_tables(torch.from_numpy(tree.position_ids), 16, 1e4, torch.float32)
+    tables = rope_tables(torch.from_numpy(tree.position_ids), 16, Rope(1e4), torch.float32)
     wanted = dense(q, k, v, tables, tree)
     count = len(tree.token_ids)
     for rows in split_rows(tree.position_ids, ranks):

@@ -17,10 +17,11 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from pivotrl.config import Optimizer, Parallel, Precision  # noqa: E402
+from pivotrl.config import Experts, Optimizer, Parallel, Precision  # noqa: E402
 from pivotrl.policy.distributed import shutdown_groups  # noqa: E402
 from pivotrl.policy.policy import MegatronPolicy, PairBatch  # noqa: E402
 from pivotrl.policy.prefix_tree import TokenSequence  # noqa: E402
+from pivotrl.refit.layout import EngineLayout  # noqa: E402
 
 TEMPERATURE = 0.8
 # The first Adam step with a large epsilon is rate / epsilon * gradient: both alike, weights move by the gradient.
@@ -28,6 +29,7 @@ GRADIENT = Optimizer(1e8, epsilon=1e8, tokens_per_microbatch=23, clip_grad=1e9)
 # An epsilon that is not tiny: a step is then smooth in the gradient.
 DESCENT = Optimizer(3e-3, epsilon=1e-4, tokens_per_microbatch=23, clip_grad=1e9)
 DESCENT_STEPS = 4
+AUX_LOSS = 0.1
 
 # With four processes: what is not named is data parallel.
 CASES: list[tuple[str, Parallel]] = [
@@ -35,6 +37,7 @@ CASES: list[tuple[str, Parallel]] = [
     ("llama", Parallel(tensor=2)),  # vocabulary padded and split, tied head
     ("llama", Parallel(tensor=2, sequence=True)),
     ("llama", Parallel(pipeline=2)),  # the tied head is a copy on the last stage
+    ("llama", Parallel(pipeline=2, virtual_pipeline=2)),
     ("llama", Parallel(context=2)),
     ("qwen3_moe", Parallel()),
     ("qwen3_moe", Parallel(tensor=2, sequence=True)),
@@ -44,6 +47,7 @@ CASES: list[tuple[str, Parallel]] = [
     ("qwen3_moe", Parallel(pipeline=2)),
     ("qwen3_moe", Parallel(tensor=2, sequence=True, pipeline=2)),
     ("qwen3_moe", Parallel(pipeline=2, expert=2, first_stage_layers=1)),
+    ("qwen3_moe", Parallel(pipeline=2, expert=2, virtual_pipeline=2)),
     ("qwen3_moe", Parallel(context=2, expert=2)),
 ]
 
@@ -77,11 +81,27 @@ def objective(
     return loss, {"entropy": entropy.sum(), "pairs": torch.tensor(float(len(logprobs)))}
 
 
-def load(folder: Path, parallel: Parallel, settings: Optimizer) -> MegatronPolicy:
-    return MegatronPolicy.load(folder, parallel, Precision(policy="fp32"), settings, 64, DESCENT_STEPS, seed=0)
+def load(folder: Path, parallel: Parallel, settings: Optimizer, experts: Experts | None = None) -> MegatronPolicy:
+    fp32 = Precision(policy="fp32")
+    return MegatronPolicy.load(folder, parallel, fp32, settings, 64, DESCENT_STEPS, seed=0, experts=experts)
+
+
+def check_balance(folder: Path, parallel: Parallel, wanted: dict[str, Any]) -> None:
+    """The load-balancing loss: its gradient alone, of one micro-batch whose rows several ranks share."""
+    settings = replace(GRADIENT, tokens_per_microbatch=4096)
+    policy = load(folder, parallel, settings, Experts(aux_loss=AUX_LOSS))
+    before = {n: t.clone() for n, t in policy.hf_weights()}
+    report = policy.train_step(batch(), lambda logprobs, *_: (logprobs.sum() * 0.0, {}), TEMPERATURE)
+    far = {n: (before[n] - t - wanted["balanced"][n]).abs().max().item() for n, t in policy.hf_weights()}
+    worst = max(far, key=lambda n: far[n])
+    if dist.get_rank() == 0:
+        print(f"load balancing: gradients {far[worst]:.1e} ({worst}): {parallel}", flush=True)
+    assert abs(report["aux_loss"] - wanted["aux_loss"]) < 1e-5, report
+    assert far[worst] < 1e-6, f"{parallel}: {worst}"
 
 
 def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], **changes: Any) -> None:
+    what = f"{name} {parallel}"
     policy = load(folder / name, parallel, replace(GRADIENT, **changes))
     got = policy.logprobs(batch(), TEMPERATURE)
     near = max((a - b).abs().max().item() for a, b in zip(got, wanted["logprobs"], strict=True))
@@ -92,12 +112,13 @@ def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], *
     policy.train_step(batch(), objective, TEMPERATURE)
     after = dict(policy.hf_weights())
     assert set(after) == set(wanted["gradients"])
+    for n, sent in policy.weights_for(EngineLayout(dist.get_world_size())):  # an engine a rank: everything, by plan
+        assert isinstance(sent, torch.Tensor) and torch.equal(sent, after[n]), f"{what}: {n}"
     far = {n: (before[n] - t - wanted["gradients"][n]).abs().max().item() for n, t in after.items()}
     worst = max(far, key=lambda n: far[n])
     policy = load(folder / name, parallel, replace(DESCENT, **changes))
     losses = [policy.train_step(batch(), objective, TEMPERATURE)["loss"] for _ in range(DESCENT_STEPS)]
     apart = max(abs(a - b) for a, b in zip(losses, wanted["losses"], strict=True))
-    what = f"{name} {parallel}"
     if dist.get_rank() == 0:
         print(f"log-probs {near:.1e}, gradients {far[worst]:.1e} ({worst}), losses {apart:.1e}: {what}", flush=True)
     assert near < 5e-6, what
@@ -111,9 +132,12 @@ def main(folder: Path) -> None:
     for name, parallel in CASES:
         check(folder, name, parallel, references[name])
         shutdown_groups()
-    for name, parallel in (("qwen3_moe", Parallel(expert=2)), ("llama", Parallel(pipeline=2))):
-        check(folder, name, parallel, references[name], overlap_grad_reduce=True)
+    overlapped = (Parallel(expert=2), Parallel(pipeline=2), Parallel(pipeline=2, virtual_pipeline=2))
+    for name, parallel in zip(("qwen3_moe", "llama", "llama"), overlapped, strict=True):
+        check(folder, name, parallel, references[name], overlap_grad_reduce=True, overlap_param_gather=True)
         shutdown_groups()
+    check_balance(folder / "qwen3_moe", Parallel(2, context=2, expert=2, sequence=True), references["qwen3_moe"])
+    shutdown_groups()
     dist.barrier()
     dist.destroy_process_group()
 

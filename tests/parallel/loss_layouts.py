@@ -1,6 +1,6 @@
 """Run by test_loss_layouts.py: every loss on the real policy, alone or under torchrun; writes or compares reports.
 
-Arguments: model folder, file of the reports of one process, "1" (write) or "2" (compare, DP 2 and TP 2).
+Arguments: model folder, file of the reports of one process, "1" (write) or "2" (compare, DP 2, TP 2 and CP 2).
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def main(folder: Path, file: Path, world: int) -> None:
         torch.save(run(folder, Parallel(), 10_000), file)
     else:
         wanted = torch.load(file, weights_only=False)
-        for what, parallel, budget in (("DP 2", Parallel(), 23), ("TP 2", Parallel(tensor=2), 40)):
+        layouts = (("DP 2", Parallel(), 23), ("TP 2", Parallel(tensor=2), 40), ("CP 2", Parallel(context=2), 31))
+        for what, parallel, budget in layouts:
             compare(run(folder, parallel, budget), wanted, what)
             shutdown_groups()
     dist.barrier()

@@ -22,16 +22,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from pivotrl.config import Parallel  # noqa: E402
 from pivotrl.layout import Layout  # noqa: E402
 from pivotrl.models.holdings import holdings, unique  # noqa: E402
-from pivotrl.models.mapping import global_name, plan  # noqa: E402
+from pivotrl.models.mapping import plan  # noqa: E402
 from pivotrl.models.registry import family_for  # noqa: E402
+from pivotrl.models.rope import Rope  # noqa: E402
 from pivotrl.policy import cpu_shim, distributed  # noqa: E402
-from pivotrl.policy.model import build_model, transformer_config  # noqa: E402
-from pivotrl.policy.weights import place_of, stage_layers_of  # noqa: E402
+from pivotrl.policy.model import build_chunks, transformer_config  # noqa: E402
+from pivotrl.policy.weights import named_parameters, place_of, stage_layers_of  # noqa: E402
 from pivotrl.refit.layout import TrainerLayout  # noqa: E402
 from tests.true_configs import QWEN3_30B_A3B, QWEN3_235B_A22B  # noqa: E402
 
 CASES = {
-    "30B on 256": (QWEN3_30B_A3B, 256, Parallel(tensor=2, pipeline=4, context=2, expert=8, sequence=True)),
+    "30B on 256": (
+        QWEN3_30B_A3B,
+        256,
+        Parallel(tensor=2, pipeline=4, context=2, expert=8, sequence=True, virtual_pipeline=2),
+    ),
     "235B on 1024": (
         QWEN3_235B_A22B,
         1024,
@@ -55,9 +60,9 @@ def check(config: dict[str, Any], world: int, parallel: Parallel) -> dict[str, A
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         distributed.initialise(parallel)
         with cpu_shim.scope(), torch.device("meta"):
-            model = build_model(settings(), dims, 1e6, 32768)
+            chunks = build_chunks(settings(), dims, Rope(1e6), 32768)
         slowest = max(slowest, time.monotonic() - clock)
-        place, at = place_of(model), layout.coordinates(rank)
+        place, at = place_of(chunks[0]), layout.coordinates(rank)
         assert (place.tp_rank, place.ep_rank, place.etp_rank) == (at.tensor, at.expert, at.expert_tensor)
         refit = TrainerLayout(
             world,
@@ -65,12 +70,12 @@ def check(config: dict[str, Any], world: int, parallel: Parallel) -> dict[str, A
             parallel.pipeline,
             parallel.expert,
             parallel.expert_tensor,
-            stage_layers=stage_layers_of(model),
+            parallel.virtual_pipeline,
+            stage_layers=stage_layers_of(chunks[0]),
         )
         total = 0
-        for local, parameter in model.named_parameters():
-            assert parameter.is_meta, local
-            name = global_name(local, place, dims.experts)
+        for name, parameter in named_parameters(chunks, dims):
+            assert parameter.is_meta, name
             entry = table[name]
             shard = place.split(entry.rule)[0] if entry.rule.axis is not None else 0
             stage, expert_rank = refit.stage(entry, dims), refit.expert_rank(entry, dims)

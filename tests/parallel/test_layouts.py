@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pivotrl.policy.prefix_tree import TokenSequence
-from tests.parallel.layouts import DESCENT, DESCENT_STEPS, TEMPERATURE, batch, pair_weight, replayed
-from tests.tiny_models import on_disk, save_tiny, told_experts
+from tests.parallel.layouts import AUX_LOSS, DESCENT, DESCENT_STEPS, TEMPERATURE, batch, pair_weight, replayed
+from tests.tiny_models import balance_loss, on_disk, save_tiny, told_experts
 
 SCRIPT = Path(__file__).with_name("layouts.py")
 ROOT = SCRIPT.parents[2]
@@ -44,6 +44,11 @@ def reference(model: Any) -> dict[str, Any]:
     if model.config.model_type == "qwen3_moe":
         with torch.no_grad():
             result["replayed"] = logprobs(model, replayed())
+        model.zero_grad()
+        balance = AUX_LOSS * balance_loss(model, batch())
+        balance.backward()
+        own = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        result |= {"balanced": on_disk(own), "aux_loss": balance.item()}
     adam = torch.optim.AdamW(
         model.parameters(), DESCENT.learning_rate, (DESCENT.beta1, DESCENT.beta2), DESCENT.epsilon, weight_decay=0.0
     )
@@ -59,7 +64,8 @@ def reference(model: Any) -> dict[str, Any]:
 @pytest.mark.parallel
 def test_layouts_of_four_processes_equal_hugging_face(tmp_path: Path) -> None:
     models = {
-        "llama": save_tiny("llama", tmp_path / "llama", vocab_size=121),  # odd: does not divide over two ranks
+        # odd: does not divide over two ranks
+        "llama": save_tiny("llama", tmp_path / "llama", vocab_size=121, num_hidden_layers=4),
         "qwen3_moe": save_tiny("qwen3_moe", tmp_path / "qwen3_moe", num_hidden_layers=4),
     }
     for name, model in models.items():

@@ -15,13 +15,15 @@ from pivotrl.config import Config
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
 from pivotrl.stages import STAGES
+from tests.true_configs import QWEN3_30B_A3B
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3}
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama", "tie_word_embeddings": True},
-    "Qwen3ForCausalLM": {"model_type": "qwen3"},
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "attention_bias": True},
     "Qwen3MoeForCausalLM": {
         "model_type": "qwen3_moe",
         "num_experts": 8,
@@ -152,6 +154,22 @@ def test_parameters_are_those_of_the_mapping(architecture: str) -> None:
                 size *= n
             total += size
     assert memory.read_model(config).weights.total == total
+
+
+def test_virtual_stages_and_states_on_the_host_change_the_estimate() -> None:
+    config = {**SIZES, **CONFIGS["Qwen3MoeForCausalLM"]}
+    model, cfg = memory.read_model(config), load_config([])
+    cfg.parallel.pipeline, cfg.algorithm.optimizer.recompute = 4, False
+    plain = memory.activation_bytes(model, cfg, 1000)
+    cfg.parallel.virtual_pipeline = 2
+    # the first stage holds 2 * 3 + 4 + 1 chunks of an eighth of the depth
+    assert memory.activation_bytes(model, cfg, 1000) == pytest.approx(plain * 11 / 8)
+    model = memory.read_model(QWEN3_30B_A3B)
+    here = memory.training_gib(model, cfg, 8)
+    cfg.algorithm.optimizer.cpu_offload = True
+    away = memory.training_gib(model, cfg, 8)
+    room = here["activations"] + here["scores"]
+    assert 0 < away["optimiser"] == pytest.approx(here["optimiser"] - room)
 
 
 def test_layouts_share_memory() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pivotrl.errors import UserError
-from pivotrl.models.dims import Dims, rope_theta
+from pivotrl.models.dims import Dims
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import (
     Entry,
@@ -49,6 +49,8 @@ CONFIGS = {
     "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},
     "qwen3": {**BASE, "architectures": ["Qwen3ForCausalLM"]},
     "moe": {**BASE, **MOE, "architectures": ["Qwen3MoeForCausalLM"]},
+    "qwen2": {**BASE, "architectures": ["Qwen2ForCausalLM"]},
+    "biased moe": {**BASE, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": True},
 }
 
 
@@ -192,17 +194,10 @@ def test_padded_vocabulary_is_trimmed() -> None:
 def test_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
         family_for({"architectures": ["GPT2LMHeadModel"]})
-    assert {f.name for f in FAMILIES} == {"llama", "nemotron_h", "qwen3", "qwen3_moe"}
+    assert {f.name for f in FAMILIES} == {"llama", "nemotron_h", "qwen2", "qwen3", "qwen3_moe"}
 
 
-def test_rope_settings_old_and_new() -> None:
-    assert rope_theta({"rope_theta": 5e5}) == 5e5
-    assert rope_theta({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}) == 1e6
-    with pytest.raises(UserError, match="llama3"):
-        rope_theta({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
-
-
-@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "use_sliding_window"])
+@pytest.mark.parametrize("key", ["mlp_bias", "use_sliding_window"])
 def test_settings_that_change_the_computation_are_refused(key: str) -> None:
     config = {**CONFIGS["llama"], key: True}
     with pytest.raises(UserError, match=key):

@@ -83,16 +83,18 @@ def test_the_trajectory_comes_first_and_siblings_stand_together() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(sequences(), st.integers(1, 30), st.integers(1, 4))
-def test_schedule_covers_once_within_budget_and_evenly(seqs: list[TokenSequence], budget: int, ranks: int) -> None:
-    plan = schedule(seqs, budget, ranks)
+@given(sequences(), st.integers(1, 30), st.integers(1, 4), st.integers(1, 3))
+def test_schedule_covers_once_within_budget_and_evenly(
+    seqs: list[TokenSequence], budget: int, ranks: int, multiple: int
+) -> None:
+    plan = schedule(seqs, budget, ranks, multiple)
     assert len(plan) == ranks and len({len(p) for p in plan}) == 1
     batches = [b for rank in plan for b in rank]
     assert sorted(i for b in batches for i in b) == list(range(len(seqs)))
     for b in batches:
         tree = build_tree(seqs, b)
         assert tree.tokens_unique <= budget or len({seqs[i].token_ids for i in b}) == 1
-    assert len(plan[0]) == max(1, -(-len(pack(seqs, budget)) // ranks))
+    assert len(plan[0]) == max(1, -(-len(pack(seqs, budget)) // (ranks * multiple))) * multiple
     loads = [[unique_tokens(seqs, b) for b in rank] for rank in plan]
     assert [[build_tree(seqs, b).tokens_unique for b in rank] for rank in plan] == loads
     assert max(map(sum, loads)) - min(map(sum, loads)) <= max(max(rank) for rank in loads)

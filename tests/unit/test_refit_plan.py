@@ -24,10 +24,12 @@ from pivotrl.refit.transport import NoTransport
 
 DENSE = Dims(layers=4, hidden=8, vocab=121, heads=8, kv_heads=4, head_dim=2, ffn=16)
 MOE = Dims(4, 8, 121, 8, 4, 2, 16, moe_ffn=8, experts=16, kinds=("dense", "moe", "moe", "moe"))
+BIASED = Dims(**{**DENSE.__dict__, "extra": (("qkv_bias", 1), ("o_bias", 1))})
 TABLES = {
     "tied": (plan(llama.RULES, Dims(**{**DENSE.__dict__, "tied": True})), Dims(**{**DENSE.__dict__, "tied": True})),
     "untied": (plan(qwen3.RULES, DENSE), DENSE),
     "moe": (plan(qwen3_moe.RULES, MOE), MOE),
+    "biased": (plan(llama.RULES, BIASED), BIASED),
 }
 
 
@@ -137,7 +139,7 @@ def check(kind: str, trainer: TrainerLayout, engine: EngineLayout, **options: in
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_engine_rank_gets_exactly_its_shard(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["tied", "untied", "moe"]))
+    kind = data.draw(st.sampled_from(["tied", "untied", "moe", "biased"]))
     moe = kind == "moe"
     size = st.sampled_from([1, 2, 4])
     tensor, pipeline, virtual = data.draw(size), data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 2]))

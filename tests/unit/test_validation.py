@@ -105,6 +105,13 @@ def test_greedy_sampling_is_a_conflict(k: int, group: int) -> None:
         ("sft__optimizer__beta2", 1.0, "sft.optimizer.beta2"),
         ("parallel__sequence", True, "parallel.sequence"),
         ("parallel__expert", 2, "no experts"),
+        ("parallel__virtual_pipeline", 2, "virtual_pipeline=2 needs parallel.pipeline > 1"),
+        ("parallel__virtual_pipeline", 0, "must be positive"),
+        ("experts__aux_loss", 1e-4, "no experts to balance"),
+        ("experts__aux_loss", -1.0, "must not be negative"),
+        ("sft__optimizer__overlap_param_gather", True, "needs sft.optimizer.overlap_grad_reduce=true"),
+        ("algorithm__optimizer__cpu_offload", True, "algorithm.optimizer.cpu_offload=true frees GPU memory"),
+        ("warmup__optimizer__cpu_offload", True, "warmup.optimizer.cpu_offload=true frees GPU memory"),
         ("generation__tensor_parallel", 2, "generation.tensor_parallel"),
         ("model__context_length", 100, "no room"),
         ("model__context_length", 10_000, "8192 positions"),
@@ -140,6 +147,7 @@ def layout(world: int, model: str, **sizes: Any) -> list[str]:
         (2, {"tensor": 2}, "needs parallel.sequence=true"),
         (16, {"tensor": 16, "sequence": True}, "8 attention heads"),
         (4, {"pipeline": 4}, "6 layers"),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}, "does not divide the 3 layers of a pipeline stage"),
         (32, {"expert": 32}, "16 experts"),
         (16, {"tensor": 8, "pipeline": 4}, "= 32 does not divide the world size 16"),
         (4, {"expert": 8}, "expert 8 x pipeline 1 = 8 does not divide the world size 4"),
@@ -157,6 +165,7 @@ def test_layout_conflicts(moe: str, world: int, sizes: dict[str, Any], part: str
         (8, {"tensor": 8, "sequence": True}),
         (4, {"tensor": 2, "sequence": True, "expert": 2}),
         (8, {"pipeline": 2, "expert": 4}),
+        (2, {"pipeline": 2, "virtual_pipeline": 3}),
     ],
 )
 def test_layouts_that_fit(moe: str, world: int, sizes: dict[str, Any]) -> None:
@@ -175,7 +184,8 @@ def test_stage_without_a_policy_does_not_mind_the_layout() -> None:
 
 
 def test_fp8_is_fine_with_a_gpu() -> None:
-    assert conflicts(make(precision__fp8="blockwise"), "train", world_size=1, cuda=True) == []
+    cfg = make(precision__fp8="blockwise", algorithm__optimizer__cpu_offload=True)
+    assert conflicts(cfg, "train", world_size=1, cuda=True) == []
 
 
 @pytest.mark.parametrize("write", [lambda p: None, lambda p: p.write_text("{"), lambda p: p.mkdir()])

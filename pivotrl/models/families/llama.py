@@ -26,7 +26,16 @@ ATTENTION = (
         "qkv",
         0,
     ),
+    Rule(
+        _M + "self_attention.linear_qkv.bias",
+        tuple(_H + f"self_attn.{x}_proj.bias" for x in "qkv"),
+        (("q",), ("kv",), ("kv",)),
+        "qkv",
+        0,
+        needs="qkv_bias",
+    ),
     Rule(_M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), (("hidden", "q"),), axis=1),
+    Rule(_M + "self_attention.linear_proj.bias", (_H + "self_attn.o_proj.bias",), (("hidden",),), needs="o_bias"),
     Rule(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",), (("hidden",),)),
 )
 DENSE_MLP = (
