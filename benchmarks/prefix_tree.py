@@ -23,9 +23,9 @@ from benchmarks.prefix_tree_work import MARK, Setting, Shape, command
 
 ROOT = Path(__file__).resolve().parents[1]
 CURVES = {  # title -> (x, shape): all around one shape that is no toy, and small, for flat costs its token ratio
-    "actions a pivot": [(g, Shape(192, 4, g, 16)) for g in (2, 4, 8, 16)],
+    "actions a pivot": [(g, Shape(192, 4, g, 16)) for g in (2, 4, 8, 12)],
     "tokens of the trajectory": [(t, Shape(t, 4, 8, 16)) for t in (96, 192, 384)],
-    "pivots": [(p, Shape(192, p, 8, 16)) for p in (1, 2, 4, 8)],
+    "pivots": [(p, Shape(192, p, 8, 16)) for p in (1, 2, 4, 6)],
 }
 
 
