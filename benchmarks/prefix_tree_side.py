@@ -19,10 +19,13 @@ from pivotrl.policy.prefix_tree import Chain, PrefixTree, TokenSequence, build_t
 from pivotrl.training.objective import FlatStreams, GrpoObjective, SftObjective
 
 
-def side_by_side(sequences: Sequence[TokenSequence], indices: Sequence[int]) -> PrefixTree:
+def side_by_side(sequences: Sequence[TokenSequence], indices: Sequence[int], multiple_of: int = 1) -> PrefixTree:
     """Sequences in one row of tokens that share nothing: packing, as trainers without trees do it."""
     parts = [build_tree(sequences, [i]) for i in sorted(indices)]
-    starts = np.cumsum([0, *(len(p.token_ids) for p in parts)])[:-1]
+    rows = sum(len(p.token_ids) for p in parts)
+    if padding := -rows % multiple_of if rows else multiple_of:
+        parts.append(build_tree(sequences, [], padding))
+    starts = np.cumsum([0, *(len(p.token_ids) for p in parts)])[:-1].tolist()
 
     def joined(field: str, shift: bool = False) -> Any:
         return np.concatenate([getattr(p, field) + (a if shift else 0) for a, p in zip(starts, parts, strict=True)])
@@ -31,7 +34,9 @@ def side_by_side(sequences: Sequence[TokenSequence], indices: Sequence[int]) -> 
         token_ids=joined("token_ids"),
         position_ids=joined("position_ids"),
         subtree_end=joined("subtree_end", shift=True),
-        chains=tuple(Chain(int(a), int(a) + len(p.token_ids), ()) for a, p in zip(starts, parts, strict=True)),
+        chains=tuple(  # one a sequence; padding may repeat its chain
+            Chain(a + c.start, a + c.end, ()) for a, p in zip(starts, parts, strict=True) for c in p.chains
+        ),
         pair_row=joined("pair_row", shift=True),
         pair_token=joined("pair_token"),
         pair_sequence=joined("pair_sequence"),

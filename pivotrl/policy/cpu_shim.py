@@ -51,6 +51,7 @@ def enable() -> None:
         return
     _enabled = True
     from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -72,6 +73,7 @@ def enable() -> None:
     parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
     # activation recompute saves and restores CUDA generator states
     parallel_random._get_cuda_rng_state = parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
+    clip_grads.multi_tensor_scale_impl = _scale  # without Apex megatron-core clips into a copy of every gradient
     _keep_adam_step(DistributedOptimizer)
     _skip_lone_collectives(param_and_grad_buffer)
 
@@ -92,6 +94,12 @@ def on_cpu(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
+    """Apex's `multi_tensor_scale`: sources times `scale` into destinations, which may be the sources."""
+    for source, destination in zip(*tensor_lists, strict=True):
+        torch.mul(source, scale, out=destination)
 
 
 def _keep_adam_step(optimizer_class: Any) -> None:

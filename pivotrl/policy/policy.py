@@ -36,7 +36,7 @@ from pivotrl.models.rope import Rope
 from pivotrl.policy import cpu_shim, distributed
 from pivotrl.policy.experts import Routers
 from pivotrl.policy.machine import this_machine
-from pivotrl.policy.memory import release_unused
+from pivotrl.policy.memory import reused
 from pivotrl.policy.model import PolicyModel, build_chunks, transformer_config
 from pivotrl.policy.offload import TrainerMemory
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
@@ -219,6 +219,7 @@ class MegatronPolicy:
         return [g for o in chained if o.optimizer is not None for g in o.optimizer.param_groups]
 
     @cpu_shim.on_cpu
+    @reused()
     def logprobs(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Tensor]:
         """Log-probs at `temperature` of the targets of each sequence: float32 [targets], on CPU, on every rank."""
         starts = [0]
@@ -238,10 +239,10 @@ class MegatronPolicy:
         with torch.no_grad():
             self._forward_backward(trees, temperature, keep, forward_only=True)
         flat = self._on_every_rank(flat)
-        release_unused()
         return list(flat.split([len(s.targets) for s in sequences]))
 
     @cpu_shim.on_cpu
+    @reused()
     def train_step(
         self, sequences: Sequence[TokenSequence], objective: Objective, temperature: float
     ) -> dict[str, float]:
@@ -284,7 +285,6 @@ class MegatronPolicy:
                 self.optimizer.step()
             self._gathering = self.settings.overlap_param_gather
         self.step += 1
-        release_unused()
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.prefix_tree import CURVES, picture, trl_version
+from benchmarks.prefix_tree import CURVES, curves, picture, trl_version
 from benchmarks.prefix_tree_side import FlatPolicy, grpo, sft
 from benchmarks.prefix_tree_work import Setting, Shape, advantages, micro_batch
 from pivotrl.config import Optimizer, Parallel, Precision
@@ -76,6 +76,15 @@ def test_tiny_form(tiny_folders: Folders) -> None:
     assert result["tokens"]["ratio"] == round(TINY.tokens / TINY.unique, 2)
     assert result["grad_norm"]["tree"] == pytest.approx(result["grad_norm"]["flat"], rel=1e-4)
     assert all(result["peak_mb"][side] > result["imports_mb"][side] > 100 for side in ("tree", "flat"))
+
+
+def test_curves_are_measured(tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.prefix_tree.CURVES", {"pivots": [(p, Shape(24, p, 2, 3)) for p in (1, 2)]})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    table = curves(Setting(str(tiny_folders["llama"][0]), 128, 120, "fp32", recompute=True), 1)
+    assert [row["x"] for row in table["pivots"]] == [1, 2]
+    assert all(row["speedup_vs_flat"] > 0 and set(row["seconds"]) == {"tree", "flat"} for row in table["pivots"])
+    assert "tokens" in table["pivots"][0] and "<polyline" in picture(table)
 
 
 def test_without_trl_it_is_said() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,24 +132,32 @@ def test_flex_attention_has_the_same_rule(ranks: int, monkeypatch: pytest.Monkey
         assert not torch.allclose(other, wanted[rows], atol=1e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 1000])
-def test_chunked_targets_equal_log_softmax(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field report K3: any chunk size gives the same, and no more rows of scores than a chunk exist at a time."""
+@pytest.mark.parametrize(("block", "tile"), [(1, 1), (7 * 30, 20), (2**23, 2**18)])
+def test_targets_in_blocks_equal_log_softmax(block: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field report K3: any size of blocks and tiles gives the same, and no more scores than a block exist at a time."""
     distributed.initialise(Parallel())
     torch.manual_seed(0)
     vocabulary, hidden_size, temperature = 50, 16, 0.6
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", rows * vocabulary)
+    monkeypatch.setattr(head, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(head, "TILE_ELEMENTS", tile)
     seen: list[int] = []
     original = head.scores
-    monkeypatch.setattr(head, "scores", lambda h, *rest: (seen.append(len(h)), original(h, *rest))[1])
+
+    def watched(*arguments: Any) -> Iterator[tuple[head.Block, Tensor]]:
+        for part, products in original(*arguments):
+            seen.append(products.numel())
+            yield part, products
+
+    monkeypatch.setattr(head, "scores", watched)
     hidden, weight = torch.randn(30, hidden_size), torch.randn(vocabulary, hidden_size)
     pair_row = torch.tensor([0, 0, 0, 3, *range(5, 30), 29])
     pair_token = torch.randint(0, vocabulary, pair_row.shape)
+    pair_token[1] = pair_token[0]  # two completions that begin alike
     a, b = torch.randn(len(pair_row)), torch.randn(30)
     results = []
-    for chunked in (True, False):
+    for in_blocks in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        if chunked:
+        if in_blocks:
             logprobs, entropy = head.target_logprobs(h, w, pair_row, pair_token, temperature, None)
         else:
             full = (h @ w.t() / temperature).log_softmax(-1)
@@ -156,4 +166,15 @@ def test_chunked_targets_equal_log_softmax(rows: int, monkeypatch: pytest.Monkey
         results.append([logprobs, entropy, h.grad, w.grad])
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
-    assert max(seen) <= rows
+    assert sum(seen) == 2 * 30 * vocabulary and max(seen) <= max(block, 30)
+
+
+def test_a_rank_without_targets_or_tokens_has_no_part() -> None:
+    """Context parallelism leaves ranks without targets; tensor parallelism may leave one with padding of the head."""
+    distributed.initialise(Parallel())
+    none = torch.zeros(0, dtype=torch.int64)
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    logprobs, entropy = head.target_logprobs(hidden, weight, none, none, 1.0, None)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any() and len(logprobs) == len(entropy) == 0
+    assert head.blocks(3, 0, torch.tensor([1]), torch.tensor([5])) == []
