@@ -36,6 +36,7 @@ _why: str | None = None
 _first: float | None = None  # when the first signal came that was not our own deadline's
 _by_deadline = False
 _holds = 0
+_kept = False
 _deadline: float | None = None  # of time.monotonic: the wall clock is read once, so that its jumps do no harm
 
 
@@ -155,6 +156,17 @@ def _on_signal(number: int, frame: Any) -> None:
             raise Stopped(name)
 
 
+def leave_on_signal() -> None:
+    """Until `heeding`, while a program of a launch is loaded: a signal ends it at once, as stopped."""
+
+    def leave(number: int, frame: Any) -> None:
+        leave_note(signal.Signals(number).name)
+        os._exit(EXIT_STOPPED)
+
+    for number in SIGNALS:
+        signal.signal(number, leave)
+
+
 def leave_failure(code: int) -> None:
     """Tell the launcher with which code the first process failed, before it stops the others, which then say 75."""
     path = os.environ.get(STOP_FILE)
@@ -169,3 +181,16 @@ def leave_note(why: str) -> None:
     if path:
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"{why}\n")
+
+
+def kept() -> None:
+    """Tell the launcher that something new outlives this process: a saved step, rollouts of a profile, a whole stage.
+
+    A job whose starts keep nothing, time after time, is not queued again.
+    """
+    global _kept
+    path = os.environ.get(STOP_FILE)
+    if path and not _kept:
+        _kept = True
+        with suppress(OSError):  # a full disk, say; then nothing is known to be kept
+            open(path + ".kept", "w", encoding="utf-8").close()

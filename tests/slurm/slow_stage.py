@@ -1,7 +1,8 @@
 """A stage that takes its time: it counts steps into a file, goes on from there, and stops well when told. Not a test.
 
 `python slow_stage.py STAGE run_dir=FOLDER`, in the place of launch.step. A file FOLDER/kill-RANK makes that rank kill
-itself in its fifth step, once; FOLDER/wait-RANK makes it wait there until it is told to stop, once.
+itself in its fifth step, once; FOLDER/wait-RANK makes it wait there until it is told to stop, once; FOLDER/short is a
+deadline that comes before the first step, time after time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import time
 from pathlib import Path
 
 from pivotrl.config import Checkpoint
-from pivotrl.stopping import EXIT_STOPPED, Stopped, held, leave_note, requested, watching
+from pivotrl.stopping import EXIT_STOPPED, Stopped, held, kept, leave_note, requested, watching
 
-STEPS = 40
+STEPS = 20
 
 
 def main() -> int:
@@ -26,8 +27,12 @@ def main() -> int:
     try:
         with watching(Checkpoint()), held():
             done = len(log.read_text().splitlines()) if log.exists() else 0
+            if (folder / "short").exists():
+                raise Stopped("the deadline")
             for step in range(done, STEPS):
                 if step == 5 and kill.exists():
+                    while len(list(folder.glob("steps-*"))) < int(os.environ["SLURM_NTASKS"]):
+                        time.sleep(0.1)
                     kill.unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(0.2)
@@ -35,6 +40,7 @@ def main() -> int:
                     time.sleep(0.1)
                 with log.open("a") as file:
                     file.write(f"{step}\n")
+                kept()
                 if why := requested():
                     wait.unlink(missing_ok=True)
                     raise Stopped(why)
