@@ -186,6 +186,9 @@ class VllmEngine(StatefulEngine):
             self._llm.sleep(level=2 if discard_weights else 1)
         self._reset_prefix_cache()
 
+    def _forget(self) -> None:
+        self._reset_prefix_cache()
+
     def _wake(self) -> None:
         if not self._on_cpu:
             self._llm.wake_up()  # what is still asleep: the KV cache, and the weights if they were kept

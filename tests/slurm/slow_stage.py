@@ -1,8 +1,8 @@
 """A stage that takes its time: it counts steps into a file, goes on from there, and stops well when told. Not a test.
 
-`python slow_stage.py STAGE run_dir=FOLDER`, in the place of launch.step. A file FOLDER/kill-RANK makes that rank kill
-itself in its fifth step, once; FOLDER/wait-RANK makes it wait there until it is told to stop, once; FOLDER/short is a
-deadline that comes before the first step, time after time.
+`python slow_stage.py STAGE run_dir=FOLDER`, in the place of launch.step, under srun or torchrun. A file
+FOLDER/kill-RANK makes that rank kill itself in its fifth step, once; FOLDER/wait-RANK makes it wait there until it is
+told to stop, once; FOLDER/short is a deadline that comes before the first step, time after time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ STEPS = 20
 
 def main() -> int:
     folder = Path(next(word for word in sys.argv if word.startswith("run_dir=")).removeprefix("run_dir="))
-    rank = os.environ["SLURM_PROCID"]
+    names = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
+    rank, world = (os.environ[name] for name in names)
     log, kill, wait = (folder / f"{what}-{rank}" for what in ("steps", "kill", "wait"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -31,7 +32,7 @@ def main() -> int:
                 raise Stopped("the deadline")
             for step in range(done, STEPS):
                 if step == 5 and kill.exists():
-                    while len(list(folder.glob("steps-*"))) < int(os.environ["SLURM_NTASKS"]):
+                    while len(list(folder.glob("steps-*"))) < int(world):
                         time.sleep(0.1)
                     kill.unlink()
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+import pytest
+
+from pivotrl import watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +67,42 @@ def test_all_ranks_leave_their_stacks_when_one_hangs(tmp_path: Path) -> None:
         stacks = tmp_path / "stacks" / f"one-7.rank-{rank}.txt"
         assert "stuck_here" in stacks.read_text()
         assert f"process {rank}; stacks of all its threads: {stacks}" in text
+
+
+def test_a_hanging_process_without_stderr_ends_too(tmp_path: Path) -> None:
+    command = ["bash", "-c", 'exec "$0" "$@" 2>&-', sys.executable, "-c", HANG, str(tmp_path), "hanging"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "stuck_here" in next((tmp_path / "stacks").glob("*.txt")).read_text()
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO(), "pytest's"])
+def test_watching_needs_no_stderr_of_python(stderr: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's has no file descriptor, a daemon has none at all: the thread that watches must not die of it."""
+    if stderr != "pytest's":
+        monkeypatch.setattr(sys, "stderr", stderr)
+    died: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    class Rounds:
+        """An event that is set in the third look, with progress before each."""
+
+        count = 0
+
+        def wait(self, seconds: float) -> bool:
+            watchdog.beat()
+            self.count += 1
+            return self.count > 2
+
+    watching = (60.0, "train", tmp_path, tmp_path / "alarm", 0, Rounds())
+    thread = threading.Thread(target=watchdog._watch, args=watching)
+    thread.start()
+    thread.join(30)
+    with watchdog.watchdog(60.0, "train", tmp_path):
+        (alive,) = (t for t in threading.enumerate() if t.name == "watchdog")
+    alive.join(30)
+    assert not (thread.is_alive() or alive.is_alive())
+    assert died == []
 
 
 def test_a_held_signal_is_told_and_raises_when_released() -> None:
