@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pivotrl.stopping import leave_on_signal
+from pivotrl.stopping import leave_on_warning
 
 EXIT_BAD_NODE = 4
 MAX_SKEW_SECONDS = 10.0
@@ -226,7 +226,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave_on_signal()
+    leave_on_warning()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

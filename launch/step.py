@@ -12,7 +12,7 @@ from pathlib import Path
 from pivotrl import stopping
 
 if __name__ == "__main__":
-    stopping.leave_on_signal()  # before what takes long to import
+    stopping.leave_on_warning()  # before what takes long to import
 
 from pivotrl import cli, stage_state
 from pivotrl.configuration import load_config
@@ -56,6 +56,7 @@ def main() -> int:
         done = up_to_date(stage, overrides)
     except UserError as error:
         print(f"pivotrl {stage}: {error}", file=sys.stderr)
+        stopping.leave_failure(2)
         return 2
     if done:
         if first:

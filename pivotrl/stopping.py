@@ -156,15 +156,17 @@ def _on_signal(number: int, frame: Any) -> None:
             raise Stopped(name)
 
 
-def leave_on_signal() -> None:
-    """Until `heeding`, while a program of a launch is loaded: a signal ends it at once, as stopped."""
+def leave_on_warning() -> None:
+    """Until `heeding`, while a program of a launch is loaded: SIGUSR1 ends it at once, as stopped.
+
+    SIGTERM ends it, too, without a note: srun sends it to the others when one process has failed.
+    """
 
     def leave(number: int, frame: Any) -> None:
         leave_note(signal.Signals(number).name)
         os._exit(EXIT_STOPPED)
 
-    for number in SIGNALS:
-        signal.signal(number, leave)
+    signal.signal(signal.SIGUSR1, leave)
 
 
 def leave_failure(code: int) -> None:

@@ -63,6 +63,7 @@ def test_a_stage_on_two_nodes(slurm: Slurm) -> None:
     assert text.count("turns: done in") == 1  # one process keeps the books
     assert json.loads((run / "turns" / "summary.json").read_text())["turns"]["kept"] > 0
     assert "k-allowed" not in text
+    assert not any(b"k-allowed" in path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert slurm.job(*command) == 0
     assert log.read_text().count("turns: done before, skipped") == 1
 

@@ -115,6 +115,22 @@ def test_a_held_signal_is_told_and_raises_when_released() -> None:
     assert process.returncode == 0
 
 
+LOADING = """
+import os, signal
+from pivotrl import stopping
+stopping.leave_on_warning()
+stopping.kept()
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_signal_while_a_program_is_loaded_is_a_stop(tmp_path: Path) -> None:
+    process = start(LOADING, PIVOTRL_STOP_FILE=str(tmp_path / "stopped"))
+    assert process.wait(timeout=30) == 75
+    assert (tmp_path / "stopped").read_text() == "SIGUSR1\n"
+    assert (tmp_path / "stopped.kept").exists()
+
+
 def test_one_signal_sent_twice_is_one_and_a_later_one_ends_at_once() -> None:
     process = start(STOP, "stay")
     assert process.stdout is not None
