@@ -37,7 +37,7 @@ step() { # one process per GPU on every node; all end when one fails, and none w
     ${container[@]+"${container[@]}"} "$python" -m "$@"
 }
 
-told=false # a signal to this shell alone (sbatch --signal=B:USR1@600) is passed on to the processes
+told=false # a warning to this shell alone (sbatch --signal=B:USR1@600) is passed on to the processes
 trap 'told=true; scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1
 
 finish() { # finish PID: waits for it through signals, and returns its code
@@ -48,6 +48,12 @@ finish() { # finish PID: waits for it through signals, and returns its code
     wait "$1" || code=$?
   done
   return "$code"
+}
+
+preempted() {
+  local state
+  state=$(scontrol show job "$SLURM_JOB_ID") || return 1
+  [[ $state =~ JobState=RUNNING && $state =~ PreemptTime=[0-9] ]]
 }
 
 stopped() { # stopped CODE WHAT: ends the job where a process was told to stop; else returns
@@ -62,8 +68,9 @@ stopped() { # stopped CODE WHAT: ends the job where a process was told to stop; 
   if [[ $why == SIGTERM && $1 != 75 && $1 != 143 ]]; then leave "$1"; fi
   echo "job $SLURM_JOB_ID: $2 saved and stopped ($why)"
   if $kept; then echo 0 >"$starts_file"; fi
-  # SIGTERM is scancel's, which wants no requeue, or a preemption's, which requeues by itself.
-  if [[ $why != SIGTERM ]]; then
+  # SIGTERM is scancel's, which wants no requeue, or a preemption's. SLURM requeues by itself only what a preemption had
+  # to kill; a job that ends within the grace time (PreemptMode=REQUEUE) would be left FAILED.
+  if [[ $why != SIGTERM ]] || preempted; then
     if ! $kept && ((starts >= max_fruitless_starts)); then give_up "$starts"; fi
     scontrol requeue "$SLURM_JOB_ID" || true
   fi

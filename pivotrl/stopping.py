@@ -37,6 +37,7 @@ _first: float | None = None  # when the first signal came that was not our own d
 _by_deadline = False
 _holds = 0
 _kept = False
+_peer_ended = False
 _deadline: float | None = None  # of time.monotonic: the wall clock is read once, so that its jumps do no harm
 
 
@@ -104,8 +105,8 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 @contextmanager
 def heeding() -> Iterator[None]:
     """Turn signals into `Stopped` within the block. Outside the main thread (of a test) this does nothing."""
-    global _why, _first, _holds, _by_deadline
-    _why, _first, _holds, _by_deadline = None, None, 0, False
+    global _why, _first, _holds, _by_deadline, _peer_ended
+    _why, _first, _holds, _by_deadline, _peer_ended = None, None, 0, False, False
     main = threading.current_thread() is threading.main_thread()
     previous = {n: signal.signal(n, _on_signal) for n in SIGNALS} if main else {}
     try:
@@ -147,13 +148,23 @@ def _on_signal(number: int, frame: Any) -> None:
         _by_deadline, name = False, "the deadline"
     elif _first is None:
         _first = now
-    elif now - _first > _DEBOUNCE_SECONDS:
+    elif now - _first > _DEBOUNCE_SECONDS and not _of_a_launcher(number):
         os.write(2, f"pivotrl: a second signal ({name}): ending at once\n".encode())
         os._exit(128 + number)
     if _why is None:
         _why = name
         if not _holds:
             raise Stopped(name)
+
+
+def _of_a_launcher(number: int) -> bool:
+    """Whether srun or torchrun sends it, once, because another process has stopped already: this one is still saving."""
+    global _peer_ended
+    path = os.environ.get(STOP_FILE)
+    if number != signal.SIGTERM or _peer_ended or not path or not os.path.exists(path):
+        return False
+    _peer_ended = True
+    return True
 
 
 def leave_on_warning() -> None:

@@ -64,6 +64,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         "SLURMBOX_CPUS": "128",
         "SLURMBOX_TIMEOUT": "75",  # what runs beside it may take the processors
         "SLURMBOX_KILLWAIT": "20",
+        "SLURMBOX_PARTITIONS": "main urgent",
+        "SLURMBOX_EXTRA_CONF": "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE",
         "SLURM_CONF": str(folder / "slurm.conf"),
         "PIVOTRL_PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",

@@ -2,7 +2,8 @@
 
 `python slow_stage.py STAGE run_dir=FOLDER`, in the place of launch.step, under srun or torchrun. A file
 FOLDER/kill-RANK makes that rank kill itself in its fifth step, once; FOLDER/wait-RANK makes it wait there until it is
-told to stop, once; FOLDER/short is a deadline that comes before the first step, time after time.
+told to stop, once; FOLDER/short is a deadline that comes before the first step, time after time. To save
+(FOLDER/saved-RANK) takes two seconds.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def main() -> int:
                     wait.unlink(missing_ok=True)
                     raise Stopped(why)
     except Stopped as stopped:
+        time.sleep(2)
+        (folder / f"saved-{rank}").touch()
         leave_note(stopped.why)
         return EXIT_STOPPED
     return 0

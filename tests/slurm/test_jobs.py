@@ -169,6 +169,11 @@ def steps(run: Path) -> list[list[int]]:
     return [[int(line) for line in (run / f"steps-{rank}").read_text().split()] for rank in range(2)]
 
 
+def saved(run: Path) -> bool:
+    """Whether both processes had the time to save."""
+    return all((run / f"saved-{rank}").exists() for rank in range(2))
+
+
 def waiting(slurm: Slurm, name: str) -> tuple[Path, Path]:
     """Run directory and log of a job whose two processes wait in their fifth step until they are told to stop."""
     run = slurm.folder / name
@@ -178,9 +183,9 @@ def waiting(slurm: Slurm, name: str) -> tuple[Path, Path]:
     return run, slurm.folder / f"{name}.log"
 
 
-def submit(slurm: Slurm, run: Path, log: Path) -> str:
+def submit(slurm: Slurm, run: Path, log: Path, *flags: str) -> str:
     """A waiting job, once both processes wait."""
-    job = slurm.call("sbatch", "--parsable", *CPU, f"--output={log}", *slow(slurm, run)).stdout.strip()
+    job = slurm.call("sbatch", "--parsable", *CPU, *flags, f"--output={log}", *slow(slurm, run)).stdout.strip()
     _until(lambda: all((run / f"steps-{rank}").exists() for rank in range(2)) and steps(run) == [list(range(5))] * 2)
     return job
 
@@ -206,8 +211,22 @@ def test_told_to_stop_it_saves_queues_again_and_goes_on(slurm: Slurm, command: s
     slurm.call(*command.split(), job)
     assert slurm.wait(job) == 0, log.read_text()
     assert "(start 2)" in log.read_text()
+    assert saved(run)
     assert steps(run) == [list(range(STEPS))] * 2
     assert [p.name for p in run.iterdir() if p.name.startswith(".st")] == []
+
+
+def test_a_preempted_job_saves_within_its_grace_time_and_goes_on(slurm: Slurm) -> None:
+    for change in ("main GraceTime=60", "urgent PriorityTier=10"):
+        assert slurm.call("scontrol", "update", *f"PartitionName={change}".split()).returncode == 0
+    run, log = waiting(slurm, "preempted")
+    job = submit(slurm, run, log, "--exclusive")
+    assert slurm.job("--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true") == 0
+    assert slurm.wait(job) == 0, log.read_text()
+    assert "train saved and stopped (SIGTERM)" in log.read_text()
+    assert "(start 2)" in log.read_text()
+    assert saved(run)
+    assert steps(run) == [list(range(STEPS))] * 2
 
 
 def test_a_job_that_never_gets_anywhere_is_not_queued_for_ever(slurm: Slurm) -> None:
@@ -226,6 +245,7 @@ def test_scancel_saves_and_does_not_requeue(slurm: Slurm) -> None:
     slurm.call("scancel", job)
     slurm.wait(job)
     assert "JobState=CANCELLED" in slurm.call("scontrol", "show", "job", job).stdout
+    assert saved(run)
     assert steps(run) == [list(range(6))] * 2
     assert slurm.job(*CPU, f"--output={log}", *slow(slurm, run)) == 0, log.read_text()
     assert steps(run) == [list(range(STEPS))] * 2

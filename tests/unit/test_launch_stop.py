@@ -19,7 +19,7 @@ case "$*" in
 esac
 """
 SCONTROL = """#!/bin/bash
-if [ "$1" = show ]; then echo node1; else echo "$@" >> "$LOG"; fi
+if [ "$1 $2" = "show job" ]; then echo "$JOB"; elif [ "$1" = show ]; then echo node1; else echo "$@" >> "$LOG"; fi
 """
 TORCHRUN = """#!/bin/bash
 trap 'echo SIGUSR1 > "$PIVOTRL_STOP_FILE"; exit 1' USR1
@@ -80,6 +80,19 @@ def test_job_queues_itself_again(tmp_path: Path, why: str, code: int, wanted: in
     assert "end=1893456000" in done.stdout
     assert requeued(tmp_path) == again
     assert (tmp_path / "run" / ".starts-7").exists() == (wanted == 75)
+
+
+@pytest.mark.parametrize(
+    ("job", "again"),
+    [
+        ("JobState=RUNNING PreemptTime=2026-01-01T00:00:00", True),
+        ("JobState=RUNNING PreemptTime=None", False),
+        ("JobState=CANCELLED PreemptTime=2026-01-01T00:00:00", False),
+    ],
+)
+def test_a_preempted_job_queues_itself_again(tmp_path: Path, job: str, again: bool) -> None:
+    assert run_job(tmp_path, WHY="SIGTERM", CODE="75", JOB=job).returncode == 75
+    assert requeued(tmp_path) == again
 
 
 def test_a_signal_during_the_node_check(tmp_path: Path) -> None:

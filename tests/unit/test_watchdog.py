@@ -115,6 +115,23 @@ def test_a_held_signal_is_told_and_raises_when_released() -> None:
     assert process.returncode == 0
 
 
+def test_what_srun_sends_when_another_process_has_stopped_is_no_second_signal(tmp_path: Path) -> None:
+    note = tmp_path / "stopped"
+    process = start(STOP, "stay", PIVOTRL_STOP_FILE=str(note))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "told SIGUSR1\n"
+    time.sleep(2.1)
+    note.write_text("SIGUSR1\n")  # the other's
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 LOADING = """
 import os, signal
 from pivotrl import stopping
