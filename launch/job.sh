@@ -9,13 +9,13 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 PIVOTRL_HOSTS=$(paste -sd, - <<<"$hosts")
 # When this job ends, for checkpoint.stop_before_end_minutes; older SLURM does not say so itself.
 : "${SLURM_JOB_START_TIME:=$(date +%s)}" "${SLURM_JOB_END_TIME:=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null || true)}"
-PIVOTRL_STOP_FILE=$run_dir/.stopped-$SLURM_JOB_ID
+PIVOTRL_STOP_FILE=$run_dir/.jobs/$SLURM_JOB_ID.stopped
 export MASTER_ADDR MASTER_PORT PIVOTRL_HOSTS SLURM_JOB_START_TIME SLURM_JOB_END_TIME PIVOTRL_STOP_FILE
-mkdir -p "$run_dir" || exit 2
+mkdir -p "$run_dir/.jobs" || exit 2
 echo "job $SLURM_JOB_ID (start $((${SLURM_RESTART_COUNT:-0} + 1))): $SLURM_NTASKS processes on $PIVOTRL_HOSTS"
 
 # Starts since one kept something: a job that always dies or is stopped before its first save would queue for ever.
-starts_file=$run_dir/.starts-$SLURM_JOB_ID starts=0
+starts_file=$run_dir/.jobs/$SLURM_JOB_ID.starts starts=0
 if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e $starts_file && ! -e $PIVOTRL_STOP_FILE.kept ]]; then starts=$(<"$starts_file"); fi
 rm -f "$PIVOTRL_STOP_FILE"*
 echo "$((++starts))" >"$starts_file"

@@ -158,7 +158,7 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def _of_a_launcher(number: int) -> bool:
-    """Whether srun or torchrun sends it, once, because another process has stopped already: this one is still saving."""
+    """Whether srun or torchrun sends it, once, because another process has stopped already: ours is still saving."""
     global _peer_ended
     path = os.environ.get(STOP_FILE)
     if number != signal.SIGTERM or _peer_ended or not path or not os.path.exists(path):

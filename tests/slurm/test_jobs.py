@@ -213,7 +213,7 @@ def test_told_to_stop_it_saves_queues_again_and_goes_on(slurm: Slurm, command: s
     assert "(start 2)" in log.read_text()
     assert saved(run)
     assert steps(run) == [list(range(STEPS))] * 2
-    assert [p.name for p in run.iterdir() if p.name.startswith(".st")] == []
+    assert list((run / ".jobs").iterdir()) == []
 
 
 def test_a_preempted_job_saves_within_its_grace_time_and_goes_on(slurm: Slurm) -> None:

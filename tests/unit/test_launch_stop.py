@@ -48,7 +48,7 @@ def run_job(folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-c", f"{settings}; source {ROOT / 'launch' / 'job.sh'}"]
     environment = {**kept, **slurm, **tools, **more}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert not list(run_dir.glob(".stopped-*")), done.stderr
+    assert not list(run_dir.glob(".jobs/*stopped*")), done.stderr
     return done
 
 
@@ -79,7 +79,7 @@ def test_job_queues_itself_again(tmp_path: Path, why: str, code: int, wanted: in
     assert done.returncode == wanted, done.stderr
     assert "end=1893456000" in done.stdout
     assert requeued(tmp_path) == again
-    assert (tmp_path / "run" / ".starts-7").exists() == (wanted == 75)
+    assert (tmp_path / "run" / ".jobs" / "7.starts").exists() == (wanted == 75)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ def test_a_job_that_keeps_nothing_is_not_queued_for_ever(tmp_path: Path) -> None
     assert done.returncode == 3
     assert "job 7: 2 starts in a row kept nothing (no step saved, no stage done)" in done.stderr
     assert requeued(tmp_path) == 5
-    assert not (tmp_path / "run" / ".starts-7").exists()
+    assert not (tmp_path / "run" / ".jobs" / "7.starts").exists()
     assert run_job(tmp_path, **stop, SLURM_RESTART_COUNT="0").returncode == 75  # submitted again, by a person
 
 
 def test_a_job_that_loses_its_nodes_is_not_queued_for_ever(tmp_path: Path) -> None:
     """SLURM queues it again by itself, and nothing of the former starts could tell how it ended."""
     run = tmp_path / "run"
-    run.mkdir()
-    (run / ".starts-7").write_text("2\n")
-    (run / ".stopped-7.kept").touch()
+    (run / ".jobs").mkdir(parents=True)
+    (run / ".jobs" / "7.starts").write_text("2\n")
+    (run / ".jobs" / "7.stopped.kept").touch()
     assert run_job(tmp_path, CODE="0", SLURM_RESTART_COUNT="2").returncode == 0
-    (run / ".starts-7").write_text("2\n")
+    (run / ".jobs" / "7.starts").write_text("2\n")
     done = run_job(tmp_path, CODE="0", SLURM_RESTART_COUNT="2")
     assert done.returncode == 3
     assert "2 starts in a row kept nothing" in done.stderr
