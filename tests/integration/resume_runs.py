@@ -112,7 +112,7 @@ def rows(run_dir: Path, stage: str = "train") -> list[dict[str, Any]]:
     ]
 
 
-def assert_same(run_dir: Path, wanted: Path, stage: str = "train") -> None:
+def assert_same(run_dir: Path, wanted: Path, stage: str = "train", steps: int = STEPS) -> None:
     """Bit for bit: exported weights, optimizer, generators, sampled ids, logged steps."""
     one, two = run_dir / stage, wanted / stage
     if stage == "train":
@@ -120,7 +120,7 @@ def assert_same(run_dir: Path, wanted: Path, stage: str = "train") -> None:
     assert rows(run_dir, stage) == rows(wanted, stage)
     weights = [folder / "checkpoint" / "model.safetensors" for folder in (one, two)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    name = f"state/step-{STEPS:08d}"
+    name = f"state/step-{steps:08d}"
     a, b = DistReader(one / name), DistReader(two / name)
     assert set(a.tensors) == set(b.tensors)
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in a.tensors)
@@ -129,4 +129,4 @@ def assert_same(run_dir: Path, wanted: Path, stage: str = "train") -> None:
     saved = [json.loads((folder / name / "state.json").read_text()) for folder in (one, two)]
     for key in ("step", "policy_step", "adam_steps", "extra", "logs", "identity", "engine_seed"):
         assert saved[0][key] == saved[1][key], key
-    assert saved[0]["adam_steps"] == STEPS
+    assert saved[0]["adam_steps"] == steps
