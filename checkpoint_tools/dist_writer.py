@@ -77,7 +77,7 @@ class DistWriter:
         with self._lock:
             if stream not in self._files:
                 name = f"__{stream}_0.distcp"
-                descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
                 self._files[stream], self._ends[stream] = (name, descriptor), 0
             (file, descriptor), start = self._files[stream], self._ends[stream]
         before, after = around(dtype, tuple(shape))

@@ -27,7 +27,7 @@ _REQUEUED = ("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 _MEANINGS = {
     1: "crashed: see <run_dir>/crash*.log",
     2: "bad configuration or input, full disk, or no access: the log says which",
-    3: "no progress: stacks are in <run_dir>/stacks/",
+    3: "no progress: the log says of what, or stacks are in <run_dir>/stacks/",
     4: "a bad node: the log names it; submit again with --exclude=NODE",
     75: "saved and stopped: the same command continues",
     130: "interrupted",

@@ -23,6 +23,7 @@ while :; do # a signal ends `wait`, not the processes
   wait "$pid" && code=0 || code=$?
   kill -0 "$pid" 2>/dev/null || break
 done
-if [[ -s $PIVOTRL_STOP_FILE ]]; then code=75; fi # torchrun says 1 for processes that were told to stop
-rm -f "$PIVOTRL_STOP_FILE"
+# torchrun says 1 for processes that were told to stop, and 138 or 143 where it was told before it could listen itself.
+if [[ -s $PIVOTRL_STOP_FILE || $code == 138 || $code == 143 ]]; then code=75; fi
+rm -f "$PIVOTRL_STOP_FILE"*
 exit "$code"

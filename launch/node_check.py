@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pivotrl.stopping import leave_on_warning
+
 EXIT_BAD_NODE = 4
 MAX_SKEW_SECONDS = 10.0
 MIN_FREE_GPU = 0.9  # of a GPU's memory: another process holds the rest
@@ -224,6 +226,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    leave_on_warning()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -95,6 +95,7 @@ def settings(cfg: Config) -> str:
         f"run_dir={shlex.quote(cfg.run_dir)}",
         f"gpus_per_node={c.gpus_per_node}",
         f"check_seconds={c.check_seconds}",
+        f"max_fruitless_starts={c.max_fruitless_starts}",
         f"srun_flags=({shlex.join(srun)})",
         f"container=({shlex.join(command)})",
         *c.modules,

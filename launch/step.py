@@ -9,12 +9,16 @@ import os
 import sys
 from pathlib import Path
 
+from pivotrl import stopping
+
+if __name__ == "__main__":
+    stopping.leave_on_warning()  # before what takes long to import
+
 from pivotrl import cli, stage_state
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
 from pivotrl.io import keeps_books
 from pivotrl.stages import STAGES
-from pivotrl.stopping import EXIT_STOPPED, leave_failure
 
 
 def rank_from_slurm() -> None:
@@ -52,14 +56,17 @@ def main() -> int:
         done = up_to_date(stage, overrides)
     except UserError as error:
         print(f"pivotrl {stage}: {error}", file=sys.stderr)
+        stopping.leave_failure(2)
         return 2
     if done:
         if first:
             print(f"{stage}: done before, skipped", flush=True)
         return 0
     code = cli.main([stage, *overrides])
-    if code not in (0, EXIT_STOPPED):
-        leave_failure(code)
+    if code == 0:
+        stopping.kept()
+    elif code != stopping.EXIT_STOPPED:
+        stopping.leave_failure(code)
     return code
 
 

@@ -376,6 +376,8 @@ class Cluster:
     )
     variables: dict[str, Any] = field(default_factory=dict)  # set in the job: NCCL_*, UCX_*, ... (no secrets)
     check_seconds: int = 120  # limit of the node check that precedes the stages of a job
+    # Starts of a job in a row that keep nothing (no step saved, no stage done), after which it is not queued again.
+    max_fruitless_starts: int = 3
 
 
 @dataclass

@@ -36,6 +36,8 @@ _why: str | None = None
 _first: float | None = None  # when the first signal came that was not our own deadline's
 _by_deadline = False
 _holds = 0
+_kept = False
+_peer_ended = False
 _deadline: float | None = None  # of time.monotonic: the wall clock is read once, so that its jumps do no harm
 
 
@@ -103,8 +105,8 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 @contextmanager
 def heeding() -> Iterator[None]:
     """Turn signals into `Stopped` within the block. Outside the main thread (of a test) this does nothing."""
-    global _why, _first, _holds, _by_deadline
-    _why, _first, _holds, _by_deadline = None, None, 0, False
+    global _why, _first, _holds, _by_deadline, _peer_ended
+    _why, _first, _holds, _by_deadline, _peer_ended = None, None, 0, False, False
     main = threading.current_thread() is threading.main_thread()
     previous = {n: signal.signal(n, _on_signal) for n in SIGNALS} if main else {}
     try:
@@ -146,13 +148,36 @@ def _on_signal(number: int, frame: Any) -> None:
         _by_deadline, name = False, "the deadline"
     elif _first is None:
         _first = now
-    elif now - _first > _DEBOUNCE_SECONDS:
+    elif now - _first > _DEBOUNCE_SECONDS and not _of_a_launcher(number):
         os.write(2, f"pivotrl: a second signal ({name}): ending at once\n".encode())
         os._exit(128 + number)
     if _why is None:
         _why = name
         if not _holds:
             raise Stopped(name)
+
+
+def _of_a_launcher(number: int) -> bool:
+    """Whether srun or torchrun sends it, once, because another process has stopped already: ours is still saving."""
+    global _peer_ended
+    path = os.environ.get(STOP_FILE)
+    if number != signal.SIGTERM or _peer_ended or not path or not os.path.exists(path):
+        return False
+    _peer_ended = True
+    return True
+
+
+def leave_on_warning() -> None:
+    """Until `heeding`, while a program of a launch is loaded: SIGUSR1 ends it at once, as stopped.
+
+    SIGTERM ends it, too, without a note: srun sends it to the others when one process has failed.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        leave_note(signal.Signals(number).name)
+        os._exit(EXIT_STOPPED)
+
+    signal.signal(signal.SIGUSR1, leave)
 
 
 def leave_failure(code: int) -> None:
@@ -169,3 +194,16 @@ def leave_note(why: str) -> None:
     if path:
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"{why}\n")
+
+
+def kept() -> None:
+    """Tell the launcher that something new outlives this process: a saved step, rollouts of a profile, a whole stage.
+
+    A job whose starts keep nothing, time after time, is not queued again.
+    """
+    global _kept
+    path = os.environ.get(STOP_FILE)
+    if path and not _kept:
+        _kept = True
+        with suppress(OSError):  # a full disk, say; then nothing is known to be kept
+            open(path + ".kept", "w", encoding="utf-8").close()

@@ -108,8 +108,8 @@ def conflicts(
     local = [s.name for s in active if s.name in ("evaluate", "e2e")]
     if cfg.generation.server is not None and local:
         found.append(
-            f"generation.server: {', '.join(local)} needs an engine in this process (generation.server=null); a server is "
-            "for `pivotrl profile` and `pivotrl train`"
+            f"generation.server: {', '.join(local)} needs an engine in this process (generation.server=null); a server "
+            "is for `pivotrl profile` and `pivotrl train`"
         )
     if stage == "run" and cfg.profile.shard is not None:
         found.append("profile.shard is for `pivotrl profile` alone: run the shards and the merge, then `pivotrl run`")

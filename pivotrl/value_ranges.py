@@ -71,6 +71,7 @@ POSITIVE = (
     "cluster.cpus_per_process",
     "cluster.gpu_memory_gib",
     "cluster.check_seconds",
+    "cluster.max_fruitless_starts",
     "checkpoint.every_steps",
     "checkpoint.every_minutes",
     "checkpoint.keep_last",

@@ -28,6 +28,7 @@ from pivotrl.profiling.ledger import Cost
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import read_turns
 from pivotrl.setup import Workbench
+from pivotrl.stopping import kept
 from pivotrl.tracking.progress import progress
 
 STAGE_OF = {"base": None, "sft": "sft", "pivotrl": "train", "e2e": "e2e"}
@@ -82,6 +83,7 @@ class Evaluator:
         """Note a policy as measured, so that an interruption does not cost it."""
         self.policies[policy] = measured
         write_json(self.progress, {"policies": self.policies, "cost": self.cost})
+        kept()
 
     def modes(self) -> dict[str, tuple[Sampling, int]]:
         greedy = replace(self.bench.sampling, temperature=0.0)

@@ -52,6 +52,11 @@ class StatefulEngine:
         self.weight_version = version
         self._state.refitted()
 
+    def forget(self) -> None:
+        """See `Engine.forget`."""
+        self._state.require_generate()
+        self._forget()
+
     def close(self) -> None:
         self._close()
         self._state.closed()
@@ -64,6 +69,9 @@ class StatefulEngine:
 
     def _wake_weights(self) -> None:
         """For engines whose memory moves."""
+
+    def _forget(self) -> None:
+        """For engines with a prefix cache."""
 
     def _load(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Check, load and verify; reset the prefix cache. Raises RefitError."""

@@ -72,6 +72,9 @@ class ScriptedEngine(StatefulEngine):
             for prompt, ids in zip(prompts, continuations, strict=True)
         ]
 
+    def _forget(self) -> None:
+        self._prefix_cache.clear()
+
     def _sleep(self, discard_weights: bool) -> None:
         self._reset_prefix_cache()
 

@@ -213,7 +213,8 @@ class VllmEngine(StatefulEngine):
         whole = [[*prompt, *continuation] for prompt, continuation in zip(prompts, continuations, strict=True)]
         check_lengths(whole, 1, self._max_length)
         check_token_ids(whole, self._vocabulary)
-        params = self._vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        # a seed, so that the token that nobody asked for is not drawn from torch's global generator
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False)
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
         return [
             [float(output.prompt_logprobs[i][ids[i]].logprob) for i in range(len(prompt), len(ids))]
@@ -224,6 +225,9 @@ class VllmEngine(StatefulEngine):
         """On CPU builds no memory moves; the same order of calls is demanded."""
         if not self._on_cpu:
             self._llm.sleep(level=2 if discard_weights else 1)
+        self._reset_prefix_cache()
+
+    def _forget(self) -> None:
         self._reset_prefix_cache()
 
     def _wake(self) -> None:

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from pivotrl.errors import UserError
 from pivotrl.io import write_json
+from pivotrl.models.folder import weight_map
 
 PREFIX = "builtin:"
 _MANIFEST = "pivotrl_source.json"  # written last: a folder without it is not complete
@@ -92,8 +92,10 @@ def _locate(name: str, model: BuiltinModel) -> tuple[Path, str]:
 def _convert(source: Path, version: str, folder: Path) -> None:
     from pivotrl.models.gguf import convert_llama_gguf
 
-    temporary = Path(tempfile.mkdtemp(prefix=folder.name + ".", suffix=".tmp", dir=folder.parent))
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed: the lock is ours
     try:
+        temporary.mkdir()
         convert_llama_gguf(source, temporary)
         manifest = {
             "conversion": _CONVERSION,
@@ -103,7 +105,6 @@ def _convert(source: Path, version: str, folder: Path) -> None:
             "weights_sha256": {path.name: file_sha256(path) for path in sorted(temporary.glob("*.safetensors"))},
         }
         write_json(temporary / _MANIFEST, manifest)
-        temporary.chmod(0o755)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -152,10 +153,10 @@ def _missing_shards(folder: Path) -> list[str]:
     if not index.is_file():
         return []
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{index} is not a weight index ({error}); download the model again") from None
-    return sorted(shard for shard in shards if not (folder / shard).is_file())
+    return sorted(shard for shard in set(weight_map(index, content).values()) if not (folder / shard).is_file())
 
 
 def file_sha256(path: Path) -> str:

@@ -18,6 +18,17 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth")
 
 
+def weight_map(index: Path, content: Any) -> dict[str, str]:
+    """Tensor name -> file name, of the `content` of an index. Raises UserError where one is no file of its folder."""
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(f, str) for f in found.values()):
+        raise UserError(f"{index}: weight_map must be an object of tensor name -> file name")
+    for name, file in found.items():
+        if not file or "\0" in file or Path(file).name != file or len(file.encode("utf-8", "surrogatepass")) > 255:
+            raise UserError(f"{index}: tensor {name}: {file!r} is not the name of a file in this folder")
+    return found
+
+
 class ModelFolder:
     """A Hugging Face model on disk. Tensors are read one at a time, so that a rank never holds the whole model."""
 
@@ -37,37 +48,28 @@ class ModelFolder:
     @cached_property
     def file_of(self) -> dict[str, str]:
         """Tensor name -> file name. Raises UserError where the index and the files disagree."""
+        from pivotrl.models.safetensors_header import read_json_object
+
         index = self.path / INDEX
         if not index.is_file():
             if (self.path / SINGLE).is_file():
                 return dict.fromkeys(self._header(SINGLE), SINGLE)
             raise UserError(f"{self.path}: no {SINGLE} nor {INDEX}; convert the weights to safetensors")
-        weight_map = self._weight_map(index)
-        absent = sorted({f for f in weight_map.values() if not (self.path / f).is_file()})
+        names = weight_map(index, read_json_object(index))
+        absent = sorted({f for f in names.values() if not (self.path / f).is_file()})
         if absent:
             raise UserError(f"{index}: names files that are not there: {', '.join(absent)}; fetch the model again")
         held: dict[str, str] = {}
-        for file in sorted(set(weight_map.values())):
+        for file in sorted(set(names.values())):
             for name in self._header(file):
                 if name in held:
                     raise UserError(f"{self.path}: tensor {name} is both in {held[name]} and in {file}; remove one")
                 held[name] = file
-        wrong = [f"{n} is not in {f}" for n, f in sorted(weight_map.items()) if held.get(n) != f]
-        wrong += [f"{n} of {f} is not in the index" for n, f in sorted(held.items()) if n not in weight_map]
+        wrong = [f"{n} is not in {f}" for n, f in sorted(names.items()) if held.get(n) != f]
+        wrong += [f"{n} of {f} is not in the index" for n, f in sorted(held.items()) if n not in names]
         if wrong:
             raise UserError(f"{index}: does not fit the files: {'; '.join(wrong[:10])}; fetch the model again")
-        return weight_map
-
-    def _weight_map(self, index: Path) -> dict[str, str]:
-        from pivotrl.models.safetensors_header import read_json_object
-
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise UserError(f"{index}: weight_map must be an object of tensor name -> file name")
-        for name, file in weight_map.items():
-            if not file or "\0" in file or Path(file).name != file or len(file.encode("utf-8", "surrogatepass")) > 255:
-                raise UserError(f"{index}: tensor {name}: {file!r} is not the name of a file in this folder")
-        return weight_map
+        return names
 
     @cached_property
     def infos(self) -> dict[str, TensorInfo]:

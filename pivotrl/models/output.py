@@ -85,7 +85,7 @@ def carry_over(source: Path, target: Path, dtype: torch.dtype | None, changes: M
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and file not in weights:
-            shutil.copy2(file, target / file.name)
+            shutil.copyfile(file, target / file.name)
     if dtype is None and not changes:
         return
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

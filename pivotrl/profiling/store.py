@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from pivotrl.errors import UserError
 from pivotrl.io import keeps_books
 from pivotrl.rollouts import Rollout
+from pivotrl.stopping import kept
 
 _VISIBLE_SECONDS = 120.0
 GroupSize = Callable[[str, int], int]  # (turn id, rollouts it has) -> rollouts of its next group
@@ -111,6 +112,7 @@ class RolloutStore:
             self._file.write(b"".join(blocks))
             self._file.flush()
             os.fsync(self._file.fileno())
+            kept()
 
     def close(self) -> None:
         for file in (self._file, self._reader):

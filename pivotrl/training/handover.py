@@ -133,8 +133,13 @@ class Handover:
         return self.seconds
 
     def generate(self, engine: Engine, work: Callable[[], Any]) -> Any:
-        """Run `work` (which samples from the engine), then give the accelerator to the trainer."""
+        """Run `work` (which samples from the engine), then give the accelerator to the trainer.
+
+        It begins with an empty prefix cache: a canary or an evaluation since the refit, which a run that continues may
+        not have had there, would else show in cached tokens, and in the last bits of log-probs.
+        """
         with self.ledger.phase("generate"):
+            engine.forget()
             result = work()
         with self.ledger.phase("sleep"):
             engine.sleep()

@@ -61,6 +61,7 @@ class PivotSource:
         settings = self._cfg.algorithm.reprofile
         if not is_on(settings) or (why := why_due(settings, step - self._since, self._mixed)) is None:
             return {}
+        self._roller.engine.forget()  # as after an interruption
         found = self._reprofiler.run(step, self._set, self._roller, why)
         text = f"{found['turns']} turns profiled again; {found['kept']} pivots, {found['entered']} of them new"
         if not found["kept"]:

@@ -124,6 +124,8 @@ class Saver:
         try:
             files = sorted(self.folder.read(step)["files"].items())
             for name, (size, crc) in files[agree.rank() :: agree.world()]:
+                if Path(name).name != name:
+                    raise ValueError(f"{name!r} is not the name of a file in it")
                 found = checksum(path / name)
                 if found[0] != size:
                     problem = problem or f"{name} has {found[0]} of {size} bytes"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pivotrl import __version__
+from pivotrl import __version__, stopping
 from pivotrl.config import Config
 from pivotrl.configuration import subset
 from pivotrl.io import write_json
@@ -153,6 +153,7 @@ class StateWriter:
         if error:
             return self._failed(step, error)
         self.saved.add(step)
+        stopping.kept()
         if writing.boundary.score is not None:
             self.scores[step] = writing.boundary.score
         self.prune(finished=False)

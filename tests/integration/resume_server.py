@@ -1,8 +1,9 @@
 """Runs pivotrl commands in forked children, so that twenty runs cost one import of torch. Not a test.
 
 Reads one JSON request a line: {"arguments": [...], "env": {...}, "at": {"event": name, "number": n, "do": what}};
-writes the child's exit code (negative: signal). The engine is a fake whose completions depend on the global random
-number generators and on the weights, so that anything that is not restored shows.
+writes the child's exit code (negative: signal). Arguments: the engine ("fake" or "vllm"), the model, overrides. The
+fake's completions depend on the global random number generators and on the weights, so that anything that is not
+restored shows.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ from pivotrl.training import state_writer  # noqa: E402
 
 
 class DrawingEngine(StatefulEngine):
-    """Completions drawn from python's, numpy's and torch's global generators; log-probs depend on the weights."""
+    """Completions drawn from python's, numpy's and torch's global generators; log-probs depend on the weights.
+
+    A prefix that all prompts share counts as cached once it was computed.
+    """
 
     def __init__(self, stop: int) -> None:
         super().__init__()
-        self.stop, self.digest = stop, "start"
+        self.stop, self.digest, self.cached = stop, "start", 0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]
@@ -60,10 +64,19 @@ class DrawingEngine(StatefulEngine):
         draws = (random.randrange(1000), np.random.randint(1000), int(torch.randint(1000, ())))
         ids = tuple(500 + (d + 7 * k + seed) % 9000 for d in draws[: 1 + draws[0] % 3]) + (self.stop,)
         noise = hashlib.sha256(f"{self.digest}{ids}".encode()).digest()
-        return Completion(ids, tuple(-(1 + noise[i]) / 256 for i in range(len(ids))), "stop", self.weight_version)
+        logprobs = tuple(-(1 + noise[i]) / 256 for i in range(len(ids)))
+        return Completion(ids, logprobs, "stop", self.weight_version, self._take())
+
+    def _take(self) -> int:
+        cached, self.cached = self.cached, 32
+        return cached
 
     def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._take()
         return [[-0.5] * len(row) for row in continuations]
+
+    def _forget(self) -> None:
+        self.cached = 0
 
     def _sleep(self, discard_weights: bool) -> None: ...
 
@@ -75,7 +88,7 @@ class DrawingEngine(StatefulEngine):
         for name, tensor in weights:
             hasher.update(name.encode())
             hasher.update(tensor.detach().numpy().tobytes())
-        self.digest = hasher.hexdigest()
+        self.digest, self.cached = hasher.hexdigest(), 0
 
     def _close(self) -> None: ...
 
@@ -139,8 +152,16 @@ def before(owner: Any, name: str, label: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def install() -> None:
-    Workbench.engine = engine  # type: ignore[method-assign, assignment]
+def install(kind: str) -> None:
+    if kind == "fake":
+        Workbench.engine = engine  # type: ignore[method-assign, assignment]
+    else:
+        from pivotrl.generation import vllm_engine, vllm_setup
+
+        vllm_setup.set_environment()
+        vllm_setup.import_vllm()
+        before(vllm_engine.VllmEngine, "generate", "generate")
+        before(vllm_engine.VllmEngine, "_load", "refit")
     before(MegatronPolicy, "train_step", "train")
     before(state_files, "_save", "piece")
     before(state_writer, "write_json", "json")
@@ -157,6 +178,7 @@ def child(request: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(request.get("env", {}))
+    os.umask(int(request.get("umask", "022"), 8))
     _request.update(request)
     if after := request.get("kill_after"):
         timer = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -167,8 +189,8 @@ def child(request: dict[str, Any]) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    install()
-    model, *overrides = sys.argv[1:]
+    kind, model, *overrides = sys.argv[1:]
+    install(kind)
     load_config(overrides)  # what it imports is imported once; no autograd, which cannot be forked
     Renderer(Path(model), "hermes")
     print("ready", flush=True)

@@ -265,6 +265,20 @@ def test_an_interrupted_stage_of_another_configuration(place: Place) -> None:
     assert any("holds an interrupted profile" in t and "seed: 5 -> 0" in t for t in found)
 
 
+def test_a_checkpoint_that_could_not_be_continued(place: Place) -> None:
+    """Two steps of `train` are saved: another layout may go on with them, another group size or fewer steps may not."""
+    cfg = load_config(place.overrides())
+    stage_state.begin(cfg, place.run / "train", stage_state.record_of(cfg, "train", place.run))
+    state = place.run / "train" / "state" / "step-00000002" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")
+    assert told(place, "train", "parallel.expert=16", "tracking.name=x") == []
+    (problem,) = told(place, "train", "algorithm.group_size=4")
+    assert "holds an interrupted train" in problem and "algorithm.group_size: " in problem
+    (problem,) = told(place, "train", "algorithm.steps=1")
+    assert "algorithm.steps: " in problem and "(2 steps are done)" in problem
+
+
 def test_all_problems_come_in_one_list(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["preflight", "train", *place.overrides(), "cluster.time_limit=soon", "algorithm.group_size=1"])
     assert code == 2

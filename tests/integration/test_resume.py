@@ -14,138 +14,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from checkpoint_tools.dist_format import DistReader
 from pivotrl.errors import UserError
-from pivotrl.io import read_jsonl, write_json, write_jsonl
+from pivotrl.io import read_jsonl, write_json
 from pivotrl.policy.state_files import RegionReader, checksum
 from pivotrl.stopping import EXIT_STOPPED
-from tests.tiny_models import save_tiny
 
-ROOT = Path(__file__).resolve().parents[2]
-STEPS = 6
-
-
-class Server:
-    def __init__(self, base: Path, model: Path, folder: Path) -> None:
-        self.base, self.model, self.folder = base, model, folder
-        self.log = folder / "log.txt"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
-        script = str(Path(__file__).with_name("resume_server.py"))
-        command = [sys.executable, script, str(model), *common(base, model)]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-
-    def run(self, run_dir: Path, *overrides: str, stage: str = "train", **request: Any) -> int:
-        """The exit code of one command; what it printed is `said()`."""
-        self.log.unlink(missing_ok=True)
-        arguments = [stage, *common(run_dir, self.model), *overrides]
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"arguments": arguments, "log": str(self.log), **request}) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def said(self) -> str:
-        return self.log.read_text()
-
-    def new(self, name: str) -> Path:
-        """A run directory that has everything before `train`."""
-        run_dir = self.folder / name
-        shutil.copytree(self.base, run_dir)
-        return run_dir
-
-
-def common(run_dir: Path, model: Path) -> list[str]:
-    return [
-        f"run_dir={run_dir}",
-        "model=tiny_moe",
-        f"model.path={model}",
-        "domain=outfitters",
-        "environment.families=[cancel_order]",
-        "trajectories.tasks=8",
-        "domain.verifier.name=tests.parity_verifier:Parity",
-        "precision=fp32",
-        "tracking=disabled",
-        "sampling.max_new_tokens=8",
-        f"algorithm.steps={STEPS}",
-        "algorithm.pivots_per_step=2",
-        "algorithm.group_size=4",
-        "algorithm.kl_beta=0.01",
-        "algorithm.allow_foreign_profile=true",
-        "algorithm.optimizer.learning_rate=1e-3",
-        "generation.max_mismatch=1e9",  # the engine is a fake
-        "profile.rollouts_per_turn=2",
-        "profile.max_turns=6",
-        f"sft.steps={STEPS}",
-        "sft.trajectories_per_step=2",
-        "evaluate.tasks=2",
-        "checkpoint.keep_every=6",  # the state after the last step stays, to be compared
-    ]
+sys.path.insert(0, str(Path(__file__).parent))
+from resume_runs import STEPS, Server, assert_same, rows, serve
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("resume")
     small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    save_tiny("qwen3_moe", folder / "model", vocab_size=49152, max_position_embeddings=4096, **small)
-    for file in smollm2_tokenizer.iterdir():
-        shutil.copy(file, folder / "model")
-    made = Server(folder / "base", folder / "model", folder)
-    assert made.run(made.base, stage="turns") == 0, made.said()
-    turns = [row for row in read_jsonl(made.base / "turns" / "turns.jsonl") if row["split"] == "train"]
-    write_jsonl(made.base / "select" / "pivots.jsonl", [{"turn_id": row["id"]} for row in turns])  # of those drawn
-    write_json(made.base / "profile" / "summary.json", {"fingerprint": {}})
-    yield made
-    assert made.process.stdin is not None
-    made.process.stdin.close()
-    made.process.wait(timeout=30)
+    with serve(tmp_path_factory.mktemp("resume"), smollm2_tokenizer, "fake", **small) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def straight(server: Server) -> Path:
     run_dir = server.new("straight")
-    assert server.run(run_dir) == 0, server.said()
+    assert server.run(run_dir, umask="027") == 0, server.said()
     return run_dir
-
-
-def rows(run_dir: Path, stage: str = "train") -> list[dict[str, Any]]:
-    """Metrics without what time and memory it took, and without what this process's cache of verdicts saved."""
-    of_the_machine = ("seconds", "memory_", "tokens_per_second", "train_tokens_per_second", "verifier/")
-    return [
-        {k: v for k, v in row.items() if not k.startswith(of_the_machine)}
-        for row in read_jsonl(run_dir / stage / "metrics.jsonl")
-    ]
-
-
-def assert_same(run_dir: Path, wanted: Path, stage: str = "train") -> None:
-    """Bit for bit: exported weights, optimizer, generators, sampled ids, logged steps."""
-    one, two = run_dir / stage, wanted / stage
-    if stage == "train":
-        assert (one / "rollouts.jsonl").read_bytes() == (two / "rollouts.jsonl").read_bytes()
-    assert rows(run_dir, stage) == rows(wanted, stage)
-    weights = [folder / "checkpoint" / "model.safetensors" for folder in (one, two)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    name = f"state/step-{STEPS:08d}"
-    a, b = DistReader(one / name), DistReader(two / name)
-    assert set(a.tensors) == set(b.tensors)
-    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in a.tensors)
-    assert all(torch.equal(a.read(key), b.read(key)) for key in a.tensors)
-    assert (one / name / "rank-00000.json").read_bytes() == (two / name / "rank-00000.json").read_bytes()
-    saved = [json.loads((folder / name / "state.json").read_text()) for folder in (one, two)]
-    for key in ("step", "policy_step", "adam_steps", "extra", "logs", "identity", "engine_seed"):
-        assert saved[0][key] == saved[1][key], key
-    assert saved[0]["adam_steps"] == STEPS
 
 
 def test_an_undisturbed_run_keeps_what_it_should(straight: Path) -> None:
     assert [p.name for p in (straight / "train" / "state").iterdir()] == [f"step-{STEPS:08d}"]
     assert len(rows(straight)) == STEPS
     assert len({r["reward"] for r in rows(straight)}) > 1
+
+
+def test_permissions_are_those_of_the_umask(straight: Path) -> None:
+    made = list((straight / "train").rglob("*"))
+    assert {p.stat().st_mode & 0o777 for p in made} == {0o750, 0o640}
+    assert {"model.safetensors", "tokenizer.json", "__0_0.distcp", "rollouts.jsonl"} <= {p.name for p in made}
 
 
 @pytest.mark.parametrize("stops", [(3,), (2, 4)], ids=["3+3", "2+2+2"])
@@ -337,7 +240,11 @@ def test_damaged_checkpoints_are_named_and_older_ones_used(server: Server, strai
     assert "continues after step 2 of 6" in server.said()
     assert_same(run_dir, straight)
     (spoilt / "train" / "state" / older.name / "__0_0.distcp").write_bytes(b"short")
+    book = json.loads((spoilt / "train" / "state" / newest.name / "state.json").read_text())
+    book["files"]["../../../../model/config.json"] = [1, 1]
+    write_json(spoilt / "train" / "state" / newest.name / "state.json", book)
     assert server.run(spoilt) == 2
+    assert "step 3 is damaged ('../../../../model/config.json' is not the name of a file in it)" in server.said()
     assert "all checkpoints are damaged (steps 2, 3)" in server.said()
     assert "delete the folder" in server.said()
 

@@ -1,6 +1,8 @@
-"""Run under torchrun by test_resume_layouts.py: a checkpoint of one layout goes on in another, against the first.
+"""Run by test_resume_layouts.py: a checkpoint of one layout goes on in another, against the first.
 
-Arguments: folder with models. Prints one line a case; a difference ends with a non-zero status.
+Arguments: "first", under torchrun "two", or "last"; folder with models. "first" and "last" are alone: what the first
+leaves goes on in two processes, and what the two leave in the last. Prints one line a case; a difference ends with a
+non-zero status.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core import parallel_state as groups  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from checkpoint_tools.dist_format import DistReader  # noqa: E402
 from pivotrl.config import Optimizer, Parallel, Precision  # noqa: E402
@@ -89,6 +92,8 @@ def run(models: Path, number: int) -> None:
     for _ in range(2):
         policy.train_step(batch(), objective, 0.8)
     wanted = {n: t.clone() for n, t in policy.hf_weights()}
+    if dist.get_rank() == 0:
+        save_file(wanted, models / f"{number}-wanted.safetensors")
     shutdown_groups()
     policy = load(models / name, second, precision)
     state.load(policy, one, 2, 2)
@@ -96,23 +101,53 @@ def run(models: Path, number: int) -> None:
     assert state.adam_steps(policy) == 2
     save(policy, two)
     same(one, two, padded=name == "llama")
+    two_steps_are(policy, wanted, f"{name} {precision} {first} -> {second}", 1e-6 if precision == "fp32" else 2e-2)
+    shutdown_groups()
+
+
+def two_steps_are(policy: MegatronPolicy, wanted: dict[str, torch.Tensor], what: str, limit: float) -> None:
     for _ in range(2):
         policy.train_step(batch(), objective, 0.8)
     far = {n: (t.float() - wanted[n].float()).abs().max().item() for n, t in policy.hf_weights()}
     worst = max(far, key=lambda n: far[n])
     if dist.get_rank() == 0:
-        print(f"{name} {precision} {first} -> {second}: equal; two steps later {far[worst]:.1e} ({worst})", flush=True)
-    assert far[worst] < (1e-6 if precision == "fp32" else 2e-2), worst
+        print(f"{what}: equal; two steps later {far[worst]:.1e} ({worst})", flush=True)
+    assert far[worst] < limit, worst
+
+
+def leave_one(models: Path) -> None:
+    policy = load(models / "qwen3_moe", DP, "fp32")
+    for _ in range(2):
+        policy.train_step(batch(), objective, 0.8)
+    save(policy, models / "alone")
+    for _ in range(2):
+        policy.train_step(batch(), objective, 0.8)
+    save_file({n: t.clone() for n, t in policy.hf_weights()}, models / "alone-wanted.safetensors")
+
+
+def go_on(models: Path, name: str) -> None:
+    """Two steps from a checkpoint that another number of processes has left."""
+    policy = load(models / "qwen3_moe", DP, "fp32")
+    state.load(policy, models / ("alone" if name == "alone" else f"{name}-one"), 2, 2)
+    wanted = load_file(models / f"{name}-wanted.safetensors")
+    two_steps_are(policy, wanted, f"{name} in {dist.get_world_size()} processes", 1e-6)
     shutdown_groups()
 
 
-def main(models: Path) -> None:
+def main(part: str, models: Path) -> None:
     torch.set_num_threads(1)
-    for number in range(len(CASES)):
-        run(models, number)
+    if part == "first":
+        leave_one(models)
+    elif part == "last":
+        for number in (0, 1):
+            go_on(models, str(number))
+    else:
+        for number in range(len(CASES)):
+            run(models, number)
+        go_on(models, "alone")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -26,7 +26,7 @@ class Slurm:
 
     def call(self, *command: str, cwd: Path = ROOT, **extra: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, cwd=cwd, env={**self.env, **extra}, capture_output=True, text=True, timeout=150, check=False
+            command, cwd=cwd, env={**self.env, **extra}, capture_output=True, text=True, timeout=240, check=False
         )
 
     def job(self, *arguments: str, **extra: str) -> int:
@@ -35,7 +35,7 @@ class Slurm:
         assert sent.returncode == 0, sent.stderr
         return self.wait(sent.stdout.strip())
 
-    def wait(self, job: str, seconds: float = 120) -> int:
+    def wait(self, job: str, seconds: float = 240) -> int:
         """The exit code of a job once it has ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -62,16 +62,20 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         "SLURMBOX_DIR": str(folder),
         "SLURMBOX_PORT": str(17000 + os.getpid() % 10000 * 4),
         "SLURMBOX_CPUS": "128",
+        "SLURMBOX_TIMEOUT": "75",  # what runs beside it may take the processors
+        "SLURMBOX_KILLWAIT": "20",
+        "SLURMBOX_PARTITIONS": "main urgent",
+        "SLURMBOX_EXTRA_CONF": "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE",
         "SLURM_CONF": str(folder / "slurm.conf"),
         "PIVOTRL_PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
         "PATH": os.environ["PATH"] + ":/usr/sbin",
     }
-    started = subprocess.run([BOX / "up.sh"], env=env, capture_output=True, text=True, timeout=90, check=False)
+    started = subprocess.run([BOX / "up.sh"], env=env, capture_output=True, text=True, timeout=150, check=False)
     if started.returncode == 2:
         pytest.skip(f"no SLURM: {started.stderr.strip()}")
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield Slurm(env, tmp_path_factory.mktemp("jobs"))
     finally:
-        subprocess.run([BOX / "down.sh"], env={**env, "SLURMBOX_PURGE": "1"}, timeout=90, check=False)
+        subprocess.run([BOX / "down.sh"], env={**env, "SLURMBOX_PURGE": "1"}, timeout=150, check=False)

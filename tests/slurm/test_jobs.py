@@ -14,6 +14,7 @@ import pytest
 from pivotrl.io import read_jsonl
 from pivotrl.models.builtin import resolve_model
 from tests.slurm.conftest import ROOT, Slurm
+from tests.slurm.slow_stage import STEPS
 from tests.tiny_models import save_tiny
 
 NOT_STAGES = ("common.sh", "convert.sh", "pipeline.sh")
@@ -62,13 +63,17 @@ def test_a_stage_on_two_nodes(slurm: Slurm) -> None:
     assert text.count("turns: done in") == 1  # one process keeps the books
     assert json.loads((run / "turns" / "summary.json").read_text())["turns"]["kept"] > 0
     assert "k-allowed" not in text
+    assert not any(b"k-allowed" in path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert slurm.job(*command) == 0
     assert log.read_text().count("turns: done before, skipped") == 1
 
 
 def test_only_allowed_variables_reach_a_job(slurm: Slurm) -> None:
     python, seen = slurm.folder / "python-env", slurm.folder / "seen"
-    python.write_text(f"#!/bin/bash\nenv > {seen}\necho 'python=true run_dir=/ gpus_per_node=0 check_seconds=5'\n")
+    python.write_text(
+        f"#!/bin/bash\nenv > {seen}\necho 'python=true run_dir={seen}-run gpus_per_node=0'"
+        " check_seconds=60 max_fruitless_starts=1\n"
+    )
     python.chmod(0o755)
     command = (*CPU, f"--output={slurm.folder}/env.log", "slurm/stage.sh", "turns")
     slurm.job(*command, PIVOTRL_PYTHON=str(python), WANDB_API_KEY="k-allowed", OTHER_SECRET="k-hidden")
@@ -117,6 +122,7 @@ def test_pipeline_runs_to_its_end_on_two_nodes(slurm: Slurm, tiny_moe: Path) -> 
         "algorithm.optimizer.learning_rate=1e-3",
         "generation.kv_cache_gib=0.25",
         "evaluate.trials=0",
+        "checkpoint.keep_every=1",
         f"run_dir={run}",
     )
     dry = slurm.call("slurm/pipeline.sh", "--dry-run", "--nodes=2", *overrides)
@@ -141,6 +147,7 @@ def test_pipeline_runs_to_its_end_on_two_nodes(slurm: Slurm, tiny_moe: Path) -> 
     assert len(rows["profile/rollouts.jsonl"]) == profiled > 0
     assert len(rows["train/rollouts.jsonl"]) == 2 * 2 * 2  # steps x pivots x group
     assert [row["step"] for row in read_jsonl(run / "train" / "metrics.jsonl")] == [0, 1]
+    assert [p.name for p in sorted((run / "train" / "state").iterdir())] == ["step-00000001", "step-00000002"]
     for place in ("train/checkpoint", "sft/checkpoint"):
         assert (run / place / "model.safetensors").stat().st_size > 1000
     policies = json.loads((run / "evaluate" / "summary.json").read_text())["policies"]
@@ -162,44 +169,98 @@ def steps(run: Path) -> list[list[int]]:
     return [[int(line) for line in (run / f"steps-{rank}").read_text().split()] for rank in range(2)]
 
 
-def test_a_warning_before_the_limit_saves_requeues_and_goes_on(slurm: Slurm) -> None:
-    run, log = slurm.folder / "warned", slurm.folder / "warned.log"
+def saved(run: Path) -> bool:
+    """Whether both processes had the time to save."""
+    return all((run / f"saved-{rank}").exists() for rank in range(2))
+
+
+def waiting(slurm: Slurm, name: str) -> tuple[Path, Path]:
+    """Run directory and log of a job whose two processes wait in their fifth step until they are told to stop."""
+    run = slurm.folder / name
     run.mkdir()
     for rank in range(2):
-        (run / f"wait-{rank}").touch()  # SLURM sends its warning up to a minute early, or on time: both will do
-    code = slurm.job(*CPU, "--time=1", "--signal=USR1@30", f"--output={log}", *slow(slurm, run))
+        (run / f"wait-{rank}").touch()
+    return run, slurm.folder / f"{name}.log"
+
+
+def submit(slurm: Slurm, run: Path, log: Path, *flags: str) -> str:
+    """A waiting job, once both processes wait."""
+    job = slurm.call("sbatch", "--parsable", *CPU, *flags, f"--output={log}", *slow(slurm, run)).stdout.strip()
+    _until(lambda: all((run / f"steps-{rank}").exists() for rank in range(2)) and steps(run) == [list(range(5))] * 2)
+    return job
+
+
+def test_a_warning_before_the_limit_saves_requeues_and_goes_on(slurm: Slurm) -> None:
+    run, log = waiting(slurm, "warned")
+    # SLURM looks every 30 s, so that the warning comes in the second half of the first minute.
+    code = slurm.job(*CPU, "--time=2", "--signal=USR1@60", f"--output={log}", *slow(slurm, run))
     text = log.read_text()
     assert code == 0, text
     assert "train saved and stopped (SIGUSR1)" in text
     assert "(start 2)" in text
-    assert steps(run) == [list(range(40))] * 2
+    assert steps(run) == [list(range(STEPS))] * 2
+
+
+@pytest.mark.parametrize("command", ["scancel --batch --signal=USR1", "scontrol requeue"])
+def test_told_to_stop_it_saves_queues_again_and_goes_on(slurm: Slurm, command: str) -> None:
+    """By a signal to the script alone (as `sbatch --signal=B:USR1@600` sends it), and by an administrator."""
+    run, log = waiting(slurm, command.split()[0])
+    job = submit(slurm, run, log)
+    slurm.call(*command.split(), job)
+    assert slurm.wait(job) == 0, log.read_text()
+    assert "(start 2)" in log.read_text()
+    assert saved(run)
+    assert steps(run) == [list(range(STEPS))] * 2
+    assert list((run / ".jobs").iterdir()) == []
+
+
+def test_a_preempted_job_saves_within_its_grace_time_and_goes_on(slurm: Slurm) -> None:
+    for change in ("main GraceTime=60", "urgent PriorityTier=10"):
+        assert slurm.call("scontrol", "update", *f"PartitionName={change}".split()).returncode == 0
+    run, log = waiting(slurm, "preempted")
+    job = submit(slurm, run, log, "--exclusive")
+    assert slurm.job("--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true") == 0
+    assert slurm.wait(job) == 0, log.read_text()
+    assert "train saved and stopped (SIGTERM)" in log.read_text()
+    assert "(start 2)" in log.read_text()
+    assert saved(run)
+    assert steps(run) == [list(range(STEPS))] * 2
+
+
+def test_a_job_that_never_gets_anywhere_is_not_queued_for_ever(slurm: Slurm) -> None:
+    run, log = slurm.folder / "short", slurm.folder / "short.log"
+    run.mkdir()
+    (run / "short").touch()
+    assert slurm.job(*CPU, f"--output={log}", *slow(slurm, run), "cluster.max_fruitless_starts=2") == 3
+    text = log.read_text()
+    assert re.findall(r"\(start (\d)\)", text) == ["1", "2"]
+    assert "2 starts in a row kept nothing (no step saved, no stage done): it is not queued again" in text
 
 
 def test_scancel_saves_and_does_not_requeue(slurm: Slurm) -> None:
-    run, log = slurm.folder / "cancelled", slurm.folder / "cancelled.log"
-    command = (*CPU, f"--output={log}", *slow(slurm, run))
-    job = slurm.call("sbatch", "--parsable", *command).stdout.strip()
-    _until(lambda: (run / "steps-0").exists() and (run / "steps-1").exists())
+    run, log = waiting(slurm, "cancelled")
+    job = submit(slurm, run, log)
     slurm.call("scancel", job)
     slurm.wait(job)
     assert "JobState=CANCELLED" in slurm.call("scontrol", "show", "job", job).stdout
-    done = steps(run)
-    assert all(0 < len(rows) < 40 for rows in done)
-    assert slurm.job(*command) == 0, log.read_text()
-    assert steps(run) == [list(range(40))] * 2
+    assert saved(run)
+    assert steps(run) == [list(range(6))] * 2
+    assert slurm.job(*CPU, f"--output={log}", *slow(slurm, run)) == 0, log.read_text()
+    assert steps(run) == [list(range(STEPS))] * 2
 
 
 def test_a_killed_rank_ends_the_job_at_once_and_the_next_goes_on(slurm: Slurm) -> None:
-    run, log = slurm.folder / "killed", slurm.folder / "killed.log"
-    run.mkdir()
+    run, log = waiting(slurm, "killed")
     (run / "kill-1").touch()
     command = (*CPU, f"--output={log}", *slow(slurm, run))
     assert slurm.job(*command) in (137, 143), log.read_text()
     assert "task 1: Killed" in log.read_text()
     assert len(steps(run)[1]) == 5
-    assert len(steps(run)[0]) < 40  # the other was not left to run for itself
+    assert len(steps(run)[0]) <= 6  # the other was not left to wait for ever
+    for rank in range(2):
+        (run / f"wait-{rank}").unlink(missing_ok=True)
     assert slurm.job(*command) == 0, log.read_text()
-    assert steps(run) == [list(range(40))] * 2
+    assert steps(run) == [list(range(STEPS))] * 2
 
 
 def test_a_job_whose_stage_fails_ends_with_its_code(slurm: Slurm) -> None:
@@ -213,17 +274,15 @@ def test_a_node_that_never_joins_is_named(slurm: Slurm) -> None:
     python, log = slurm.folder / "python", slurm.folder / "silent.log"
     python.write_text(f'#!/bin/bash\n[ "$(hostname)" = node2 ] && exec sleep 300\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    overrides = (*LIGHT, f"cluster.python={python}", "cluster.check_seconds=25", f"run_dir={slurm.folder}/silent")
-    started = time.monotonic()
+    overrides = (*LIGHT, f"cluster.python={python}", "cluster.check_seconds=40", f"run_dir={slurm.folder}/silent")
     code = slurm.job(*CPU, f"--output={log}", "slurm/stage.sh", "turns", *overrides)
     text = log.read_text()
     assert code == 4, text
-    assert "node node2 (process 1) did not answer within 25 s" in text
-    assert time.monotonic() - started < 25 + 40
+    assert "node node2 (process 1) did not answer within 40 s" in text
     assert not Path(slurm.folder, "silent", "turns").exists()
 
 
-def _until(true: Callable[[], bool], seconds: float = 60) -> None:
+def _until(true: Callable[[], bool], seconds: float = 150) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,15 @@ def test_conversion_happens_once(package: Path, monkeypatch: pytest.MonkeyPatch)
     assert folder.name == "smollm2-135m-1.2"
     monkeypatch.setattr(gguf, "convert_llama_gguf", lambda *_: pytest.fail("converted twice"))
     assert builtin.fetch_model("smollm2-135m") == folder
+
+
+def test_permissions_are_those_of_the_umask(package: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = builtin.fetch_model("smollm2-135m")
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in (folder, *folder.iterdir())} == {0o750, 0o640}
 
 
 def test_a_conversion_that_dies_leaves_nothing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +97,10 @@ def test_incomplete_folders_say_what_lacks(tmp_path: Path, absent: str) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"model-2\.safetensors"):
+        builtin.resolve_model(str(tmp_path))
+    index["weight_map"]["b"] = "../elsewhere/model.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is not the name of a file in this folder"):
         builtin.resolve_model(str(tmp_path))
     with pytest.raises(UserError, match="no such folder"):
         builtin.resolve_model(str(tmp_path / "absent"))

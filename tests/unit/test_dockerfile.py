@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -67,3 +69,17 @@ def test_the_image_takes_the_path_of_make_install_gpu() -> None:
     for words in ("python3.12 -m venv", "--no-build-isolation", "pip install -q --no-deps -e ."):
         assert words in plan.stdout
     assert plan.stdout.count("-c requirements/gpu.txt") == 3
+
+
+def test_every_version_is_on_the_index(tmp_path: Path) -> None:
+    """Network: only where PIVOTRL_INDEX_PYTHON names a Python 3.12 with pip. Reads metadata and downloads no wheel."""
+    python = os.environ.get("PIVOTRL_INDEX_PYTHON")
+    if python is None:
+        pytest.skip("PIVOTRL_INDEX_PYTHON names no Python 3.12")
+    nemo = re.findall(r"nemo-toolkit\[nlp\]==[\d.]+", DOCKERFILE)
+    pins = [f"{name}=={version}" for name, version in PINS.items()]
+    resolve = [python, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "-q"]
+    report = tmp_path / "report.json"
+    done = subprocess.run([*resolve, "--report", report, *pins, *nemo], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(report.read_text())["install"]) == len(pins) + 1

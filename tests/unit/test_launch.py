@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,65 @@ def test_containers() -> None:
     apptainer = rendered("cluster=h100", "cluster.container={kind: apptainer, image: /i.sif}", "run_dir=/r")
     assert re.search(r"container=\(apptainer exec --pwd \S+ --nv --bind /r .*/i.sif\)", apptainer)
     assert "srun_flags=()" in apptainer
+
+
+def test_scripts_and_launcher_ask_slurm_for_the_same_things() -> None:
+    """What a script of slurm/ asks for, `launch` asks for as well; what is no matter of the site, in the same words."""
+    cfg = load_config(["cluster=h100"])
+    for job in jobs.JOBS.values():
+        text = (ROOT / "slurm" / job.script).read_text()
+        asked = re.findall(r"^#SBATCH (--[\w-]+)(.*)$", text, re.MULTILINE)
+        rendered_flags = dict(
+            re.fullmatch(r"#SBATCH (--[\w-]+)(.*)", line).groups() for line in render.header(cfg, job, Path("."))
+        )
+        for flag, value in asked:
+            assert flag in rendered_flags
+            if flag not in ("--nodes", "--output"):
+                assert rendered_flags[flag] == value
+
+
+@pytest.mark.parametrize("kind", ["none", "pyxis", "apptainer"])
+def test_processes_start_in_each_kind_of_container(tmp_path: Path, kind: str) -> None:
+    """The words that srun gets, with a space in a path."""
+    run, here = tmp_path / "my run", Path.cwd()
+    container = {
+        "none": [],
+        "pyxis": ["cluster.container={kind: pyxis, image: /i.sqsh, mounts: [/data]}", "cluster.variables={UCX_A: 1}"],
+        "apptainer": ["cluster.container={kind: apptainer, image: /i.sif, mounts: ['/data:/in']}"],
+    }[kind]
+    cfg = load_config(
+        ["cluster=h100", f"run_dir='{run}'", "model.path=/models/m", "trajectories.path=/t/x.jsonl", *container]
+    )
+    for name, text in (("srun", 'printf "%s\\n" "$@" >"$LOG"'), ("scontrol", "echo node1"), ("squeue", "true")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "8", "LOG": str(tmp_path / "words")}
+    script = f"{render.settings(cfg)}\nstages=()\nset --\n{render.BODY.read_text()}"
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = subprocess.run(["bash", "-c", script], env={"PATH": path, **slurm}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:3] == ["--export=ALL", "--kill-on-bad-exit=1", "--wait=0"]
+    binds = ["/data:/in", str(run), "/models/m", "/t", str(here)]
+    assert (
+        words[3:-2]
+        == {
+            "none": [sys.executable],
+            "pyxis": [
+                "--container-image=/i.sqsh",
+                f"--container-mounts=/data:/data,{run}:{run},/models/m:/models/m,/t:/t,{here}:{here}",
+                f"--container-workdir={here}",
+                "--container-env=" + ",".join(cfg.cluster.variables),
+                "python3",
+            ],
+            "apptainer": [
+                *("apptainer", "exec", "--pwd", str(here), "--nv"),
+                *(word for bind in binds for word in ("--bind", bind)),
+                *("/i.sif", "python3"),
+            ],
+        }[kind]
+    )
+    assert words[-2:] == ["-m", "launch.node_check"]
 
 
 def test_odd_overrides_stay_words() -> None:

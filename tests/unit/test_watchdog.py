@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+import pytest
+
+from pivotrl import watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +69,42 @@ def test_all_ranks_leave_their_stacks_when_one_hangs(tmp_path: Path) -> None:
         assert f"process {rank}; stacks of all its threads: {stacks}" in text
 
 
+def test_a_hanging_process_without_stderr_ends_too(tmp_path: Path) -> None:
+    command = ["bash", "-c", 'exec "$0" "$@" 2>&-', sys.executable, "-c", HANG, str(tmp_path), "hanging"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "stuck_here" in next((tmp_path / "stacks").glob("*.txt")).read_text()
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO(), "pytest's"])
+def test_watching_needs_no_stderr_of_python(stderr: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's has no file descriptor, a daemon has none at all: the thread that watches must not die of it."""
+    if stderr != "pytest's":
+        monkeypatch.setattr(sys, "stderr", stderr)
+    died: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    class Rounds:
+        """An event that is set in the third look, with progress before each."""
+
+        count = 0
+
+        def wait(self, seconds: float) -> bool:
+            watchdog.beat()
+            self.count += 1
+            return self.count > 2
+
+    watching = (60.0, "train", tmp_path, tmp_path / "alarm", 0, Rounds())
+    thread = threading.Thread(target=watchdog._watch, args=watching)
+    thread.start()
+    thread.join(30)
+    with watchdog.watchdog(60.0, "train", tmp_path):
+        (alive,) = (t for t in threading.enumerate() if t.name == "watchdog")
+    alive.join(30)
+    assert not (thread.is_alive() or alive.is_alive())
+    assert died == []
+
+
 def test_a_held_signal_is_told_and_raises_when_released() -> None:
     process = start(STOP, "go")
     assert process.stdout is not None
@@ -71,6 +113,39 @@ def test_a_held_signal_is_told_and_raises_when_released() -> None:
     out, _ = process.communicate(timeout=20)
     assert out == "told SIGUSR1\nstopped SIGUSR1\n"
     assert process.returncode == 0
+
+
+def test_what_srun_sends_when_another_process_has_stopped_is_no_second_signal(tmp_path: Path) -> None:
+    note = tmp_path / "stopped"
+    process = start(STOP, "stay", PIVOTRL_STOP_FILE=str(note))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "told SIGUSR1\n"
+    time.sleep(2.1)
+    note.write_text("SIGUSR1\n")  # the other's
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+LOADING = """
+import os, signal
+from pivotrl import stopping
+stopping.leave_on_warning()
+stopping.kept()
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_signal_while_a_program_is_loaded_is_a_stop(tmp_path: Path) -> None:
+    process = start(LOADING, PIVOTRL_STOP_FILE=str(tmp_path / "stopped"))
+    assert process.wait(timeout=30) == 75
+    assert (tmp_path / "stopped").read_text() == "SIGUSR1\n"
+    assert (tmp_path / "stopped.kept").exists()
 
 
 def test_one_signal_sent_twice_is_one_and_a_later_one_ends_at_once() -> None:
