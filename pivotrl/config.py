@@ -85,6 +85,7 @@ class Experts:
 @dataclass
 class Precision:
     policy: str = "bf16"  # "fp32" | "bf16": compute and parameter dtype; main weights and Adam are always float32
+    # "fp32" | "bf16" | "fp8": linear layers of the engine in FP8 blocks of 128 x 128, quantised anew at each refit
     engine: str = "bf16"
     # Linear layers in FP8 by a recipe of Transformer Engine: "delayed" | "tensorwise" | "blockwise" (from Hopper on) |
     # "mxfp8" (Blackwell). Embedding, head, routers, norms and attention stay in bf16 (routers as experts.router_dtype).

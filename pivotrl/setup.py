@@ -61,14 +61,16 @@ class Workbench:
         """An engine with pi_0's weights, closed at the end: vLLM in this process, or the server that is configured."""
         from pivotrl.generation.server_engine import ServerEngine
         from pivotrl.generation.vllm_engine import VllmEngine
+        from pivotrl.models.fp8_folder import fp8_copy
 
         stop, length = list(self.renderer.stop_token_ids), self.cfg.model.context_length
         engine: ServerEngine | VllmEngine
         if self.cfg.generation.server is not None:
             engine = ServerEngine(self.cfg.generation.server, stop_token_ids=stop, max_length=length)
         else:
+            fp8 = self.cfg.precision.engine == "fp8"
             engine = VllmEngine(
-                self.start_policy,
+                fp8_copy(self.start_policy, self.run_dir / "engine_fp8") if fp8 else self.start_policy,
                 self.cfg.generation,
                 dtype=self.cfg.precision.engine,
                 max_length=length,

@@ -7,6 +7,8 @@
   linear layers), the copy itself is multiplied by unit vectors: one product and zeros, so the result is exact. The
   columns move on with each version, so that successive refits go through all of them.
 
+FP8 weights are compared by the sum of their bytes, which a kernel may reorder, their scales by bit sums in float32.
+
 Under tensor parallelism each rank compares the shards that it serves with the parts of the tensors that it was sent.
 """
 
@@ -19,16 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pivotrl.generation import vllm_setup
 from pivotrl.generation.direct_load import packed_expert
-from pivotrl.generation.refit_check import EMBEDDING, HEAD
+from pivotrl.generation.refit_check import EMBEDDING, HEAD, is_scale
 from pivotrl.generation.served import served_parameters
+from pivotrl.models.block_fp8 import FP8
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COLUMNS = 16
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, FP8: torch.int8}
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class RefitReport:
 class _Sent:
     rows: int
     width: int  # columns of the whole matrix; 0 for a vector
+    dtype: torch.dtype  # in which bits are summed: the engine's, or that of FP8 values and of their scales
     bits: int | None
     columns: Tensor | None  # [rows, COLUMNS or fewer]
 
@@ -62,8 +67,13 @@ class RefitVerifier:
 
     def sent(self, name: str, tensor: Tensor) -> None:
         """Note what this rank is to serve of a weight (the whole of it, or its shard)."""
-        matrix = tensor.ndim == 2
         expert = _EXPERT.search(name)
+        if tensor.dtype == FP8 or is_scale(name):
+            dtype = FP8 if tensor.dtype == FP8 else torch.float32
+            bits = bit_sum(tensor, dtype, anyorder=dtype == FP8 or expert is not None)
+            self._sent[name] = _Sent(tensor.shape[0], 0, dtype, bits, None)
+            return
+        matrix = tensor.ndim == 2
         on_cpu = tensor.device.type == "cpu"
         # CPU builds serve no readable copy of a dense matrix, so its bit sum would have nothing to be compared with
         readable = not on_cpu or not matrix or expert is not None or name == EMBEDDING
@@ -71,13 +81,19 @@ class RefitVerifier:
         if expert and on_cpu and int(expert[1]) == self._chosen:
             self._whole[name] = tensor.detach().to(self._dtype, copy=True)
         columns = tensor[:, self._columns(tensor.shape[1])].to(self._dtype, copy=True) if matrix else None
-        self._sent[name] = _Sent(tensor.shape[0], tensor.shape[1] if matrix else 0, bits, columns)
+        self._sent[name] = _Sent(tensor.shape[0], tensor.shape[1] if matrix else 0, self._dtype, bits, columns)
 
     @torch.no_grad()
     def compare(self, model: nn.Module) -> RefitReport:
         """The report for `model`, vLLM's module as served by this process."""
         report = RefitReport()
+        fp8 = any(entry.dtype == FP8 for entry in self._sent.values())
+        requantised = fp8 and vllm_setup.requantises_fp8()
         for name, module, _, served, sources in served_parameters(model):
+            first = self._sent.get(sources[0])
+            if first is not None and first.dtype != self._dtype and (requantised or served.dtype != first.dtype):
+                report.unverified.append(name)  # the kernel computes with values of its own making
+                continue
             if name == HEAD and HEAD not in self._sent:
                 sources = [EMBEDDING]
             if served.ndim == 3:
@@ -93,14 +109,14 @@ class RefitVerifier:
         if any(entry is None or entry.bits is None for entry in sent):
             report.unverified.append(name)
             return
-        experts = served.shape[0]
+        dtype, experts = sent[0].dtype, served.shape[0]  # type: ignore[union-attr]
         parts = len(sources) // experts
         for e in range(experts):
             want = _wrap(sum(entry.bits for entry in sent[e * parts : (e + 1) * parts]))  # type: ignore[union-attr,misc]
-            if bit_sum(served[e], self._dtype, anyorder=True) != want:
+            if bit_sum(served[e], dtype, anyorder=True) != want:
                 report.different.append(name)
                 return
-        if self._chosen is not None and served.device.type == "cpu":
+        if self._chosen is not None and served.device.type == "cpu" and dtype == self._dtype:
             whole = torch.cat([self._whole[s] for s in sources[self._chosen * parts : (self._chosen + 1) * parts]])
             if not torch.equal(packed_expert(module, whole).flatten(), served[self._chosen].flatten()):
                 report.different.append(name)
@@ -120,7 +136,8 @@ class RefitVerifier:
         readable = served.numel() > 0
         shown = False
         if readable and len(bits) == len(sent):
-            if bit_sum(served[:rows], self._dtype) != _wrap(sum(bits)):
+            dtype = sent[0].dtype
+            if bit_sum(served[:rows], dtype, anyorder=dtype == FP8) != _wrap(sum(bits)):
                 report.different.append(name)
                 return
             shown = True

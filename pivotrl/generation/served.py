@@ -38,10 +38,11 @@ def served_parameters(model: nn.Module) -> Iterator[Served]:
 
 def _sources(module: str, parameter: str, rows: int, fused: dict[str, list[str]]) -> list[str]:
     prefix, _, last = module.rpartition(".")
-    if parameter in ("w13_weight", "w2_weight"):
+    group, _, kind = parameter.partition("_")
+    if group in ("w13", "w2") and kind.startswith("weight"):
         layer = module[: module.index(".experts") + len(".experts")]
-        parts = ("gate_proj", "up_proj") if parameter == "w13_weight" else ("down_proj",)
-        return [f"{layer}.{e}.{part}.weight" for e in range(rows) for part in parts]
+        parts = ("gate_proj", "up_proj") if group == "w13" else ("down_proj",)
+        return [f"{layer}.{e}.{part}.{kind}" for e in range(rows) for part in parts]
     if last in fused:
         return [f"{prefix + '.' if prefix else ''}{part}.{parameter}" for part in fused[last]]
     return [f"{module}.{parameter}"]
@@ -60,6 +61,10 @@ class RankShards:
             for entry in plan(family.rules, dims).values():
                 self._boxes.update(zip(entry.hf, self.layout.needs(entry, dims, rank), strict=True))
 
+    @property
+    def boxes(self) -> dict[str, Box | None]:
+        return self._boxes
+
     def box(self, name: str) -> Box | None:
         """Where this rank's part lies in the whole; None: the part is the whole."""
         return self._boxes.get(name)
@@ -74,6 +79,10 @@ class RankShards:
         if box is None:
             return sent
         return sent[tuple(slice(start, stop) for start, stop in box)]
+
+
+def content(sent: Tensor | Shard) -> Tensor:
+    return sent.tensor if isinstance(sent, Shard) else sent
 
 
 def full_shape(sent: Any) -> tuple[int, ...]:

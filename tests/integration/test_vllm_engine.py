@@ -217,6 +217,28 @@ def test_verification_sees_stale_copies(original: Served, monkeypatch: pytest.Mo
         original.engine.generate([PROMPTS[0]], GREEDY, 1, [0])
 
 
+def test_weights_for_a_server_stream_through_vllm_s_own_sender() -> None:
+    """The source must keep the contract of the installed version (0.32 and 0.33 differ)."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine as Sender
+
+    from pivotrl.generation.vllm_setup import weight_source
+
+    sent = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    source = weight_source([(n, t.dtype, tuple(t.shape)) for n, t in sent.items()])
+    metadata = source.metadata if isinstance(source.metadata, list) else source.metadata()
+    assert [(m.name, m.dtype, m.shape) for m in metadata] == [(n, t.dtype, tuple(t.shape)) for n, t in sent.items()]
+    passed: list[str] = []
+    for _ in range(2):  # each refit sets a new stream
+        passed.clear()
+        source.pairs = lambda: ((n, t) for n, t in sent.items() if passed.append(n) is None)
+        Sender(client=None, source=source, is_sender=False).send_weights()  # type: ignore[arg-type]
+        assert passed == ["a", "b"]
+        assert [name for name, _ in Sender._checked_iter(source, metadata)] == ["a", "b"]
+    source.pairs = lambda: iter([("a", sent["a"])])
+    with pytest.raises(ValueError, match="1 parameters but metadata"):
+        list(Sender._checked_iter(source, metadata))
+
+
 def test_routed_experts_are_refused_where_vllm_cannot_give_them(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("GPU builds give them back")
