@@ -109,6 +109,7 @@ class Generation:
     gpu_memory_utilization: float = 0.6
     server: str | None = None  # URL of a vLLM server that serves pi_0, for profiling; None: an engine here
     tensor_parallel: int = 1
+    expert_parallel: bool = False  # over the same ranks: each serves whole experts, instead of a part of every expert
     enforce_eager: bool = True
     verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent
     verify_every: int = 10  # n of "every_n"; names, shapes and finiteness are checked at each refit in any case

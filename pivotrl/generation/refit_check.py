@@ -22,14 +22,16 @@ _SHOWN = 8  # names in a message
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """What a complete refit sends: `shapes` by Hugging Face name; `tied` heads may be sent or left out."""
+    """What a complete refit sends: `shapes` by Hugging Face name; `tied` heads may be sent or left out, and so may
+    what is served `elsewhere` (experts of other ranks)."""
 
     shapes: dict[str, Shape]
     tied: bool = False
+    elsewhere: frozenset[str] = frozenset()
 
     @property
     def optional(self) -> frozenset[str]:
-        return frozenset({HEAD}) if self.tied else frozenset()
+        return self.elsewhere | {HEAD} if self.tied else self.elsewhere
 
     @classmethod
     def from_folder(cls, folder: Path) -> ExpectedWeights:

@@ -110,6 +110,10 @@ class VllmEngine(StatefulEngine):
         if distributed:
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["tensor_parallel_size"] = generation.tensor_parallel
+        if generation.expert_parallel:
+            if self._on_cpu:
+                raise UserError("generation.expert_parallel: CPU builds of vLLM cannot spread experts; set it to false")
+            arguments["enable_expert_parallel"] = True
         with vllm_setup.quiet():
             self._llm = self._vllm.LLM(**arguments)
         self._model_config = self._llm.llm_engine.model_config
@@ -123,7 +127,8 @@ class VllmEngine(StatefulEngine):
     def layout(self) -> EngineLayout:
         """Which ranks of the world serve which part of the weights."""
         tensor = self._generation.tensor_parallel
-        return EngineLayout(int(os.environ.get("WORLD_SIZE", "1")) // tensor, tensor)
+        expert = tensor if self._generation.expert_parallel else 1
+        return EngineLayout(int(os.environ.get("WORLD_SIZE", "1")) // tensor, tensor, expert)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seeds: Sequence[int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,10 @@ class VllmRefit:
     def __init__(self, llm: Any, setup: ModuleType, folder: Path, generation: Generation, rank: int) -> None:
         self._llm, self._setup, self._generation = llm, setup, generation
         self._model_config = llm.llm_engine.model_config
-        self._expected = ExpectedWeights.from_folder(folder)
-        self._shards = RankShards(folder, generation.tensor_parallel, rank)
+        expected = ExpectedWeights.from_folder(folder)
+        self._shards = RankShards(folder, generation.tensor_parallel, rank, generation.expert_parallel)
+        elsewhere = {n for n in expected.shapes if n.removesuffix(block_fp8.SCALE) in self._shards.elsewhere}
+        self._expected = replace(expected, elsewhere=frozenset(elsewhere))
         self._quantiser = Quantiser.of(folder, self._expected.shapes)
         if self._quantiser is not None:
             self._shards.boxes.update(self._quantiser.scale_boxes(self._shards.boxes, self._expected.shapes))
@@ -98,6 +101,8 @@ class VllmRefit:
         check = RefitCheck(self._expected)
         for name, sent in weights:
             check.add(name, full_shape(sent), finite=True)
+            if name in self._expected.elsewhere:
+                continue
             part = self._shards.part(name, sent)
             if not is_finite(part):
                 check.refuse_non_finite(name)

@@ -171,6 +171,7 @@ def learn(
     clock = time.monotonic()
     handover.to_engine(engine, version=step + 1)
     stats["seconds_refit"] = time.monotonic() - clock
+    stats |= {f"refit_{name}": value for name, value in policy.refit_source.traffic(engine.layout).items()}
     if canary is not None:
         found = check_canary(engine, canary, expected, limit, batch.rollouts[0].id)
         if step == 0:  # a run that continues logs what it would have logged without the interruption
