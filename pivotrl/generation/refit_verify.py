@@ -70,8 +70,8 @@ class RefitVerifier:
         expert = _EXPERT.search(name)
         if tensor.dtype == FP8 or is_scale(name):
             dtype = FP8 if tensor.dtype == FP8 else torch.float32
-            bits = bit_sum(tensor, dtype, anyorder=dtype == FP8 or expert is not None)
-            self._sent[name] = _Sent(tensor.shape[0], 0, dtype, bits, None)
+            total = bit_sum(tensor, dtype, anyorder=dtype == FP8 or expert is not None)
+            self._sent[name] = _Sent(tensor.shape[0], 0, dtype, total, None)
             return
         matrix = tensor.ndim == 2
         on_cpu = tensor.device.type == "cpu"

@@ -133,21 +133,9 @@ def weight_source(shapes: Shapes) -> Any:
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     metadata = [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in shapes]
-    if hasattr(WeightSource, "iter_full"):
+    if not hasattr(WeightSource, "iter_full"):  # 0.33 refuses this class when it is defined
 
-        class Source(WeightSource):
-            pairs: Callable[[], Iterator[tuple[str, Any]]]
-
-            @cached_property
-            def metadata(self) -> list[Any]:
-                return metadata
-
-            def iter_full(self) -> Iterator[tuple[str, Any]]:
-                return self.pairs()
-
-    else:
-
-        class Source(WeightSource):
+        class Source032(WeightSource):
             pairs: Callable[[], Iterator[tuple[str, Any]]]
 
             def metadata(self) -> list[Any]:
@@ -156,7 +144,19 @@ def weight_source(shapes: Shapes) -> Any:
             def __iter__(self) -> Iterator[tuple[str, Any]]:
                 return self.pairs()
 
-    return Source()
+        return Source032()
+
+    class Source033(WeightSource):
+        pairs: Callable[[], Iterator[tuple[str, Any]]]
+
+        @cached_property
+        def metadata(self) -> list[Any]:
+            return metadata
+
+        def iter_full(self) -> Iterator[tuple[str, Any]]:
+            return self.pairs()
+
+    return Source033()
 
 
 def remove_stale_shared_memory() -> None:
