@@ -11,7 +11,7 @@ from pivotrl.generation.engine import RefitError
 from pivotrl.models.mapping import plan
 from pivotrl.models.registry import family_for
 from pivotrl.refit.execute import Shard
-from pivotrl.refit.layout import Box, EngineLayout
+from pivotrl.refit.layout import Box, EngineLayout, numel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,7 +60,7 @@ def _experts(module: nn.Module, rows: int) -> list[int]:
 class RankShards:
     """The part of each Hugging Face tensor that one tensor-parallel rank serves; all of it on a single rank.
 
-    `elsewhere`: names of experts of which it serves nothing.
+    `elsewhere`: names of which it serves nothing: other ranks' experts, and a vocabulary that ends before its rows.
     """
 
     def __init__(self, folder: Path, tensor_parallel: int, rank: int, expert_parallel: bool = False) -> None:
@@ -73,7 +73,7 @@ class RankShards:
             dims = family.dims(config)
             for entry in plan(family.rules, dims).values():
                 self._boxes.update(zip(entry.hf, self.layout.needs(entry, dims, rank), strict=True))
-            self.elsewhere = frozenset(name for name, box in self._boxes.items() if box is None)
+            self.elsewhere = frozenset(name for name, box in self._boxes.items() if box is None or not numel(box))
 
     @property
     def boxes(self) -> dict[str, Box | None]:
