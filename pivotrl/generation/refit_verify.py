@@ -51,7 +51,7 @@ class _Sent:
     width: int  # columns of the whole matrix; 0 for a vector
     dtype: torch.dtype  # in which bits are summed: the engine's, or that of FP8 values and of their scales
     bits: int | None
-    columns: Tensor | None  # [rows, COLUMNS or fewer]
+    columns: Tensor | None  # [COLUMNS or fewer, rows]: as the product with unit vectors gives them
 
 
 class RefitVerifier:
@@ -64,6 +64,7 @@ class RefitVerifier:
         experts = {int(match[1]) for name in names if (match := _EXPERT.search(name))}
         self._chosen = version % len(experts) if experts else None  # the expert that is kept whole
         self._whole: dict[str, Tensor] = {}
+        self._sums: dict[tuple[int, int], int] = {}  # of served tensors: (place, rows) -> bits
 
     def sent(self, name: str, tensor: Tensor) -> None:
         """Note what this rank is to serve of a weight (the whole of it, or its shard)."""
@@ -80,13 +81,17 @@ class RefitVerifier:
         bits = bit_sum(tensor, self._dtype, anyorder=expert is not None) if readable else None
         if expert and on_cpu and int(expert[1]) == self._chosen:
             self._whole[name] = tensor.detach().to(self._dtype, copy=True)
-        columns = tensor[:, self._columns(tensor.shape[1])].to(self._dtype, copy=True) if matrix else None
+        columns = None
+        if matrix:
+            sampled = tensor[:, self._columns(tensor.shape[1])].t()
+            columns = sampled.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
         self._sent[name] = _Sent(tensor.shape[0], tensor.shape[1] if matrix else 0, self._dtype, bits, columns)
 
     @torch.no_grad()
     def compare(self, model: nn.Module) -> RefitReport:
         """The report for `model`, vLLM's module as served by this process."""
         report = RefitReport()
+        self._sums.clear()
         fp8 = any(entry.dtype == FP8 for entry in self._sent.values())
         requantised = fp8 and vllm_setup.requantises_fp8()
         for name, module, _, served, sources in served_parameters(model):
@@ -136,29 +141,31 @@ class RefitVerifier:
         readable = served.numel() > 0
         shown = False
         if readable and len(bits) == len(sent):
-            dtype = sent[0].dtype
-            if bit_sum(served[:rows], dtype, anyorder=dtype == FP8) != _wrap(sum(bits)):
+            dtype, key = sent[0].dtype, (served.data_ptr(), rows)
+            if key not in self._sums:  # a tied head is the embedding, whose sum is known
+                self._sums[key] = bit_sum(served[:rows], dtype, anyorder=dtype == FP8)
+            if self._sums[key] != _wrap(sum(bits)):
                 report.different.append(name)
                 return
             shown = True
         columns = [entry.columns for entry in sent if entry.columns is not None]
         if columns:
-            want = torch.cat(columns)  # [rows, columns]
+            want = torch.cat(columns, 1)  # [columns, rows]
             got = self._served_columns(module, served, sent[0].width, readable)
-            if any(not torch.equal(matrix[:rows], want.to(matrix.device)) for matrix in got):
+            if any(not torch.equal(matrix[:, :rows], want.to(matrix.device)) for matrix in got):
                 report.different.append(name)
                 return
         (report.complete if shown else report.sampled if columns else report.unverified).append(name)
 
     def _served_columns(self, module: nn.Module, served: Tensor, width: int, readable: bool) -> list[Tensor]:
-        """The sampled columns [rows, columns] of every copy that the module computes with."""
+        """The sampled columns [columns, rows] of every copy that the module computes with."""
         columns = self._columns(width)
-        copies = [served[:, columns]] if readable else []
+        copies = [served[:, columns].t()] if readable else []
         if hasattr(module, "cpu_linear"):
             unit = torch.zeros(columns.stop - columns.start, width, dtype=self._dtype)  # [columns, width]
             unit[:, columns].fill_diagonal_(1)
             linear: Any = module.cpu_linear
-            copies.append(linear(unit, served, None).t())
+            copies.append(linear(unit, served, None))
         return copies
 
     def _columns(self, width: int) -> slice:

@@ -102,6 +102,7 @@ def repack_heads(model: Any) -> None:
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.cpu_linear = None  # gives the old packed copy back first
             module.quant_method.process_weights_after_loading(module)
 
 

@@ -23,7 +23,7 @@ PROMPTS = [[(97 * i + 31 * j) % 40000 for j in range(24 + i)] for i in range(2)]
 
 
 def build(folder: Path) -> VllmEngine:
-    return VllmEngine(folder, Generation(max_sequences=8, kv_cache_gib=0.25), "fp32", 64, 0, [])
+    return VllmEngine(folder, Generation(max_sequences=8, kv_cache_gib=0.25, verify_refit="every_n"), "fp32", 64, 0, [])
 
 
 def answers(engine: VllmEngine) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
