@@ -50,6 +50,13 @@ class DirectLoader:
             for number, (served, _) in enumerate(targets)
             for place, source in enumerate(served.sources)
         }
+        # names of matrices of which nothing is kept but a packed copy
+        self.packed = frozenset(
+            source
+            for served, write in targets
+            if write is _write_linear and not served.tensor.numel()
+            for source in served.sources
+        )
         self._waiting: dict[int, list[Tensor | None]] = {}
         self._workspace = Workspace()
 

@@ -10,7 +10,6 @@ import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import RefitError
@@ -69,6 +68,10 @@ def is_scale(name: str) -> bool:
     return name.endswith(("_scale", "_scale_inv", ".scale"))
 
 
+def non_finite(name: str) -> RefitError:
+    return RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
+
+
 @dataclass
 class RefitCheck:
     """Collects what is sent during one refit. `add` each tensor before it is loaded, then `finish`."""
@@ -86,11 +89,8 @@ class RefitCheck:
         if tuple(shape) != want:
             raise RefitError(f"refit: weight {name!r} has shape {tuple(shape)}, the engine's model expects {want}")
         if not finite:
-            self.refuse_non_finite(name)
+            raise non_finite(name)
         self.seen.add(name)
-
-    def refuse_non_finite(self, name: str) -> NoReturn:
-        raise RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
 
     def finish(self) -> None:
         """Raises RefitError listing what was not sent."""

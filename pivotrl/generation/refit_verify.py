@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ class RefitReport:
     sampled: list[str] = field(default_factory=list)  # `COLUMNS` columns, by position
     unverified: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
+    non_finite: list[str] = field(default_factory=list)  # Hugging Face names, of those that only a product shows
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,14 @@ class RefitVerifier:
         if columns:
             want = torch.cat(columns, 1)  # [columns, rows]
             got = self._served_columns(module, served, sent[0].width, readable)
-            if any(not torch.equal(matrix[:, :rows], want.to(matrix.device)) for matrix in got):
+            wrong = [matrix for matrix in got if not torch.equal(matrix[:, :rows], want.to(matrix.device))]
+            if wrong:
                 report.different.append(name)
+                starts = accumulate((entry.rows for entry in sent), initial=0)
+                for source, entry, start in zip(sources, sent, starts, strict=False):
+                    # a row that holds a NaN or infinity anywhere: times zero it is NaN in every product
+                    if not wrong[0][:, start : start + entry.rows].isfinite().all():
+                        report.non_finite.append(source)
                 return
         (report.complete if shown else report.sampled if columns else report.unverified).append(name)
 

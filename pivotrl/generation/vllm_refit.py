@@ -17,7 +17,7 @@ from pivotrl.errors import UserError
 from pivotrl.generation.direct_load import DirectLoader
 from pivotrl.generation.engine import RefitError
 from pivotrl.generation.quantised import Quantiser
-from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck, is_scale
+from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck, is_scale, non_finite
 from pivotrl.generation.refit_verify import RefitReport, RefitVerifier
 from pivotrl.generation.served import RankShards, content, full_shape, served_parameters
 from pivotrl.models import block_fp8
@@ -81,6 +81,8 @@ class VllmRefit:
         if verifier is None:
             return None
         report: RefitReport = self._llm.apply_model(verifier.compare)[0]
+        if report.non_finite:
+            raise non_finite(report.non_finite[0])
         if report.different:
             raise RefitError(
                 f"refit: after loading, the engine serves other values than were sent for {len(report.different)} "
@@ -99,13 +101,15 @@ class VllmRefit:
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's part) of each weight, checked. Raises RefitError at the end if some are missing."""
         check = RefitCheck(self._expected)
+        # the verifier multiplies every value of these, by which a NaN or infinity shows
+        multiplied = self._direct.packed if self._direct is not None and verifier is not None else frozenset()
         for name, sent in weights:
             check.add(name, full_shape(sent), finite=True)
             if name in self._expected.elsewhere:
                 continue
             part = self._shards.part(name, sent)
-            if not is_finite(part):
-                check.refuse_non_finite(name)
+            if name not in multiplied and not is_finite(part):
+                raise non_finite(name)
             if self._quantiser is None or not self._quantiser.quantises(name, part):
                 yield self._passed(name, part, verifier)
                 continue

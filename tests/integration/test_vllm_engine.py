@@ -156,6 +156,21 @@ def test_bad_refit_names_the_weight_and_stops_generation(original: Served, fault
     assert answers(original.engine) == original.fresh[1]
 
 
+@pytest.mark.parametrize("verify", ["always", "off"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_value_anywhere_is_seen_and_named(
+    original: Served, monkeypatch: pytest.MonkeyPatch, value: float, verify: str
+) -> None:
+    monkeypatch.setattr(original.engine._generation, "verify_refit", verify)
+    generator = torch.Generator().manual_seed(int(verify == "off"))
+    for kind in ("embed_tokens", "v_proj", "o_proj", "down_proj", "norm"):
+        name = next(n for n in original.weights[1] if kind in n)
+        bad = original.weights[1][name].clone()
+        bad.view(-1)[torch.randint(0, bad.numel(), (1,), generator=generator)] = value
+        with pytest.raises(RefitError, match=rf"'{name}' holds NaN or infinite"):
+            original.engine.refit(iter({**original.weights[1], name: bad}.items()), 99)
+
+
 def test_sleep_refit_wake_serves_the_refitted_weights(original: Served) -> None:
     engine = original.engine
     engine.sleep()
