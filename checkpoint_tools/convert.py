@@ -18,17 +18,18 @@ from typing import Literal
 
 import torch
 
-from checkpoint_tools import bridge, fp8, nemo
+from checkpoint_tools import bridge, nemo
 from checkpoint_tools.dist_writer import DistWriter
 from checkpoint_tools.keys import Slot, Style, default_style, slots
 from checkpoint_tools.sides import HF_FILES, TRACKER, HFSide, MegatronSide, Model, Side, config_folder
 from pivotrl.errors import UserError
+from pivotrl.models import block_fp8
 from pivotrl.models.extents import Extent, cut
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, pack, row_runs
 from pivotrl.models.output import Planned, SafetensorsWriter, carry_over, new_folder
 
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": fp8.FP8}
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": block_fp8.FP8}
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -146,20 +147,20 @@ def megatron_to_hf(
     """Write the Hugging Face folder of a Megatron or NeMo 2.0 distributed checkpoint.
 
     Args: config, tokenizer and template come from `config_from`, or from what a conversion laid beside the checkpoint;
-    `dtype` None keeps each tensor's, float8_e4m3fn quantises linear layers in blocks (checkpoint_tools/fp8.py) and
+    `dtype` None keeps each tensor's, float8_e4m3fn quantises linear layers in blocks (pivotrl/models/block_fp8.py) and
     keeps the others'. Raises UserError for bad input.
     """
     carried = config_folder(source, config_from)
     model = Model.of(carried)
     side = MegatronSide(source, model)
-    blocks = dtype == fp8.FP8
+    blocks = dtype == block_fp8.FP8
     kinds = {n: d if dtype is None or blocks else dtype for n, (d, _) in side.tensors.items()}
     tensors: list[Planned] = []
     for entry in model.table.values():
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
-            if blocks and fp8.quantised(entry):
-                tensors.append(Planned(name, fp8.FP8, shape))
-                tensors.append(Planned(name + fp8.SCALE, torch.float32, fp8.scale_shape(shape)))
+            if blocks and block_fp8.quantised(entry):
+                tensors.append(Planned(name, block_fp8.FP8, shape))
+                tensors.append(Planned(name + block_fp8.SCALE, torch.float32, block_fp8.scale_shape(shape)))
             else:
                 tensors.append(Planned(name, kinds[name], shape))
     with new_folder(target, sum(t.nbytes for t in tensors), force) as folder:
@@ -168,10 +169,10 @@ def megatron_to_hf(
         def write(_: str, entry: Entry, stream: int) -> None:
             for name in entry.hf:
                 laid = side.extents(name) if kinds[name] == side.tensors[name][0] else None
-                if blocks and fp8.quantised(entry):
-                    values, scales = fp8.quantise(name, side.read(name))
+                if blocks and block_fp8.quantised(entry):
+                    values, scales = block_fp8.quantise(name, side.read(name))
                     writer.put(name, values)
-                    writer.put(name + fp8.SCALE, scales)
+                    writer.put(name + block_fp8.SCALE, scales)
                 elif laid is not None:
                     writer.put_bytes(name, laid)
                 else:
@@ -180,7 +181,7 @@ def megatron_to_hf(
         _in_threads(list(model.table.items()), write, workers)
         writer.finish()
         found = set(kinds.values())
-        changes = {"quantization_config": fp8.config_of(model.table.values())} if blocks else {}
+        changes = {"quantization_config": block_fp8.config_of(model.table.values())} if blocks else {}
         carry_over(carried.path, folder, found.pop() if len(found) == 1 else None, changes)
 
 

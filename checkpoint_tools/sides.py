@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from checkpoint_tools import fp8, nemo
+from checkpoint_tools import nemo
 from checkpoint_tools.dist_format import DistReader
 from checkpoint_tools.keys import Slot, variants
 from pivotrl.errors import UserError
+from pivotrl.models import block_fp8
 from pivotrl.models.dims import Dims
 from pivotrl.models.extents import Extent, cut
 from pivotrl.models.folder import ModelFolder
@@ -82,7 +83,7 @@ class HFSide:
     @cached_property
     def block(self) -> tuple[int, int] | None:
         """Block size of FP8 weights, None where there are none."""
-        return fp8.block_size(self.folder.config, str(self.path / "config.json"))
+        return block_fp8.block_size(self.folder.config, str(self.path / "config.json"))
 
     @cached_property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -94,19 +95,19 @@ class HFSide:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise UserError(f"{self.path / 'config.json'}: dtype {named!r} is none that weights can have")
         for name, (kind, shape) in list(found.items()):
-            if kind == fp8.FP8:
+            if kind == block_fp8.FP8:
                 self._check_scale(name, shape)
-                del found[name + fp8.SCALE]
+                del found[name + block_fp8.SCALE]
                 found[name] = dtype, shape
         return found
 
     def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
-        info = self.folder.infos.get(name + fp8.SCALE)
+        info = self.folder.infos.get(name + block_fp8.SCALE)
         rows, columns = self.block or (1, 1)
         wanted = (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns)) if len(shape) == 2 else None
         if info is None or wanted is None or info.shape != wanted:
             there = "is not there" if info is None else f"is {list(info.shape)}"
-            raise UserError(f"{self.path}: {name} is FP8 {list(shape)}, but its scale {name + fp8.SCALE} {there}")
+            raise UserError(f"{self.path}: {name} is FP8 {list(shape)}, but its scale {name + block_fp8.SCALE} {there}")
 
     def check(self, model: Model) -> None:
         """Raise UserError naming every missing, unknown or misshapen tensor."""
@@ -115,13 +116,15 @@ class HFSide:
 
     def read(self, name: str) -> Tensor:
         value = self.folder.tensor(name)
-        if self.block is None or value.dtype != fp8.FP8:
+        if self.block is None or value.dtype != block_fp8.FP8:
             return value
-        return fp8.dequantise(value, self.folder.tensor(name + fp8.SCALE), self.block, self.tensors[name][0])
+        return block_fp8.dequantise(
+            value, self.folder.tensor(name + block_fp8.SCALE), self.block, self.tensors[name][0]
+        )
 
     def extents(self, name: str) -> list[Extent] | None:
         stored = self.folder.infos[name].dtype
-        return [self.folder.extent(name)] if self.block is None or stored != fp8.FP8 else None
+        return [self.folder.extent(name)] if self.block is None or stored != block_fp8.FP8 else None
 
 
 class MegatronSide:

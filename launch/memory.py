@@ -134,10 +134,14 @@ def activation_bytes(model: Model, cfg: Config, tokens: int, optimizer: Optimize
 
 def engine_gib(model: Model, cfg: Config) -> dict[str, float]:
     """GiB that the engine needs at least on one GPU: its weights, and the KV cache of one sequence of full length."""
-    d, w, tp = model.dims, BYTES[cfg.precision.engine], cfg.generation.tensor_parallel
+    fp8 = cfg.precision.engine == "fp8"
+    d, w, tp = model.dims, BYTES["bf16" if fp8 else cfg.precision.engine], cfg.generation.tensor_parallel
+    weights = w * model.weights.total
+    if fp8:  # embedding and head stay in bfloat16
+        weights = model.weights.total + d.vocab * d.hidden * (1 if d.tied else 2)
     kv_per_token = 2 * d.layers * d.kv_heads * d.head_dim * w / min(tp, d.kv_heads)
     return {
-        "engine weights": w * model.weights.total / tp / GIB,
+        "engine weights": weights / tp / GIB,
         "KV cache of one sequence": kv_per_token * cfg.model.context_length / GIB,
     }
 

@@ -89,6 +89,7 @@ class Experts:
 @dataclass
 class Precision:
     policy: str = "bf16"  # "fp32" | "bf16": compute and parameter dtype; main weights and Adam are always float32
+    # "fp32" | "bf16" | "fp8": linear layers of the engine in FP8 blocks of 128 x 128, quantised anew at each refit
     engine: str = "bf16"
     # Linear layers in FP8 by a recipe of Transformer Engine: "delayed" | "tensorwise" | "blockwise" (from Hopper on) |
     # "mxfp8" (Blackwell). Embedding, head, routers, norms and attention stay in bf16 (routers as experts.router_dtype).
@@ -113,6 +114,7 @@ class Generation:
     server: str | None = None  # URL of a vLLM server that serves pi_0; None: an engine here
     weight_transfer: str = "nccl"  # how training renews a server's weights: "nccl" | "file" (docs/generation.md)
     tensor_parallel: int = 1
+    expert_parallel: bool = False  # over the same ranks: each serves whole experts, instead of a part of every expert
     enforce_eager: bool = True
     verify_refit: str = "always"  # "always" | "every_n" | "off": compare what the engine serves with what was sent
     verify_every: int = 10  # n of "every_n"; names, shapes and finiteness are checked at each refit in any case

@@ -69,6 +69,7 @@ class Workbench:
         """
         from pivotrl.generation.server_engine import ServerEngine
         from pivotrl.generation.vllm_engine import VllmEngine
+        from pivotrl.models.fp8_folder import fp8_copy
 
         stop, length = list(self.renderer.stop_token_ids), self.cfg.model.context_length
         engine: ServerEngine | VllmEngine
@@ -83,8 +84,9 @@ class Workbench:
                 routed_experts=self.cfg.generation.routed_experts,
             )
         else:
+            fp8 = self.cfg.precision.engine == "fp8"
             engine = VllmEngine(
-                self.start_policy,
+                fp8_copy(self.start_policy, self.run_dir / "engine_fp8") if fp8 else self.start_policy,
                 self.cfg.generation,
                 dtype=self.cfg.precision.engine,
                 max_length=length,

@@ -204,6 +204,8 @@ def _method(cfg: Config) -> Iterator[str]:
     yield from algorithm_checks.algorithm_conflicts(cfg.algorithm)
     if cfg.experts.replay and not cfg.generation.routed_experts:
         yield "experts.replay=true needs generation.routed_experts=true: the engine must say which experts it chose"
+    if cfg.generation.expert_parallel and cfg.generation.tensor_parallel == 1:
+        yield "generation.expert_parallel=true spreads experts over generation.tensor_parallel ranks, which is 1"
     shape = model_shape(cfg.model.path)
     if cfg.precision.fp8 in (None, *fp8.RECIPES):
         yield from fp8.conflicts(cfg.precision, shape.layers if shape else 0, cfg.parallel)

@@ -9,7 +9,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     **algorithm_checks.CHOICES,
     "precision.policy": ("fp32", "bf16"),
     "experts.router_dtype": ("fp32", "fp64"),
-    "precision.engine": ("fp32", "bf16"),
+    "precision.engine": ("fp32", "bf16", "fp8"),
     "precision.fp8": ("tensorwise", "delayed", "mxfp8", "blockwise"),
     "select.set": ("cand", "mixed", "adv", "adv_zeros"),
     "select.rank": ("signal", "random"),

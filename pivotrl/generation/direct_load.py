@@ -1,11 +1,13 @@
 """Weights straight into the parameters of a served model, for kinds of layers whose layout is known.
 
 vLLM's own reload copies each weight three times (into a materialised layer, into the kernel's tensors, into the packed
-form). Here a weight is cast, joined and packed once. Models with any other kind of layer take vLLM's reload.
+form). Here a weight is packed straight from where it lies; only rows from several places are joined first, and other
+dtypes cast, in one workspace. Models with any other kind of layer take vLLM's reload.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,28 @@ from pivotrl.generation.served import Served, served_parameters
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Write = Callable[[Served, Sequence["Tensor"]], None]
+Write = Callable[[Served, Sequence["Tensor"], "Workspace"], None]
+
+
+class Workspace:
+    """Memory for joined rows that is used again for each weight: fresh pages cost as much as the copy itself."""
+
+    def __init__(self) -> None:
+        self._bytes: Tensor | None = None
+
+    def tensor(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, valid until the next call."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._bytes is None or self._bytes.numel() < size or self._bytes.device != like.device:
+            self._bytes = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return self._bytes[:size].view(dtype).view(*shape)
+
+    def clear(self) -> None:
+        self._bytes = None
 
 
 class DirectLoader:
-    """Made once per engine; `load` each (name, part) of a refit in any order, then `finish`."""
+    """Made once per engine; `start`, then `load` each (name, part) of a refit in any order, then `finish`."""
 
     def __init__(self, targets: list[tuple[Served, Write]]) -> None:
         self._targets = targets
@@ -31,7 +50,15 @@ class DirectLoader:
             for number, (served, _) in enumerate(targets)
             for place, source in enumerate(served.sources)
         }
+        # names of matrices of which nothing is kept but a packed copy
+        self.packed = frozenset(
+            source
+            for served, write in targets
+            if write is _write_linear and not served.tensor.numel()
+            for source in served.sources
+        )
         self._waiting: dict[int, list[Tensor | None]] = {}
+        self._workspace = Workspace()
 
     @classmethod
     def of(cls, model: nn.Module) -> DirectLoader | None:
@@ -60,11 +87,15 @@ class DirectLoader:
         ready = [p for p in parts if p is not None]
         if len(ready) == len(parts):
             del self._waiting[number]
-            write(served, ready)
+            write(served, ready, self._workspace)
 
-    def restart(self) -> None:
+    def start(self) -> None:
         """Forget what an aborted refit left waiting."""
         self._waiting.clear()
+
+    def finish(self) -> None:
+        """Give the workspace back."""
+        self._workspace.clear()
 
 
 def _units(served: Served, write: Write) -> list[tuple[Served, Write]]:
@@ -114,7 +145,7 @@ def packed_expert(module: Any, weight: Tensor) -> Tensor:
     return packed
 
 
-def _write_plain(served: Served, parts: Sequence[Tensor]) -> None:
+def _write_plain(served: Served, parts: Sequence[Tensor], workspace: Workspace) -> None:
     target, row = served.tensor.data, 0
     for part in parts:
         rows = part.shape[0]
@@ -124,33 +155,54 @@ def _write_plain(served: Served, parts: Sequence[Tensor]) -> None:
         row += rows
 
 
-def _write_linear(served: Served, parts: Sequence[Tensor]) -> None:
+def _write_linear(served: Served, parts: Sequence[Tensor], workspace: Workspace) -> None:
     module = served.module
-    fused = _join(parts, module.params_dtype)
+    fused = joined(parts, module.params_dtype, workspace)
     out = getattr(module, "output_size_per_partition", module.output_size)
     want = (out, getattr(module, "input_size_per_partition", module.input_size))
     if tuple(fused.shape) != want:
         raise _misfit(served, parts, want)
+    module.cpu_linear = None  # gives the old packed copy back, whose place the new one takes
     module.weight = torch.nn.Parameter(fused, requires_grad=False)
     module.quant_method.process_weights_after_loading(module)
+    if module.weight.numel():  # a kernel that packs nothing computes with the weight itself: it must be the engine's
+        module.weight = torch.nn.Parameter(fused.clone(), requires_grad=False)
 
 
-def _write_expert(served: Served, parts: Sequence[Tensor]) -> None:
-    fused = _join(parts, served.tensor.dtype)
+def _write_expert(served: Served, parts: Sequence[Tensor], workspace: Workspace) -> None:
+    fused = joined(parts, served.tensor.dtype, workspace)
     if fused.numel() != served.tensor.numel():
         raise _misfit(served, parts, served.tensor.shape)
     served.tensor.data.copy_(packed_expert(served.module, fused).view(served.tensor.shape))
 
 
-def _join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Rows of all parts in one new tensor [rows, width] of `dtype`: one copy, the cast included."""
+def joined(parts: Sequence[Tensor], dtype: torch.dtype, workspace: Workspace) -> Tensor:
+    """Rows of all parts in one tensor [rows, width] of `dtype`, to be read and not kept.
+
+    Parts that lie one behind the other (the halves of megatron's gate_up) are that tensor already; others are copied
+    into the workspace, the cast included.
+    """
+    first = parts[0]
     rows = sum(part.shape[0] for part in parts)
-    out = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=parts[0].device)
+    if first.dtype == dtype and _adjacent(parts):
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    out = workspace.tensor((rows, *first.shape[1:]), first, dtype)
     row = 0
     for part in parts:
         out[row : row + part.shape[0]].copy_(part)
         row += part.shape[0]
     return out
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    place = parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.dtype != parts[0].dtype or part.data_ptr() != place:
+            return False
+        if part.untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr():
+            return False
+        place += part.nbytes
+    return True
 
 
 def _misfit(served: Served, parts: Sequence[Tensor], want: Sequence[int]) -> RefitError:

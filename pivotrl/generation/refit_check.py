@@ -10,7 +10,6 @@ import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import RefitError
@@ -22,14 +21,16 @@ _SHOWN = 8  # names in a message
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """What a complete refit sends: `shapes` by Hugging Face name; `tied` heads may be sent or left out."""
+    """What a complete refit sends: `shapes` by Hugging Face name; `tied` heads may be sent or left out, and so may
+    what is served `elsewhere` (experts of other ranks)."""
 
     shapes: dict[str, Shape]
     tied: bool = False
+    elsewhere: frozenset[str] = frozenset()
 
     @property
     def optional(self) -> frozenset[str]:
-        return frozenset({HEAD}) if self.tied else frozenset()
+        return self.elsewhere | {HEAD} if self.tied else self.elsewhere
 
     @classmethod
     def from_folder(cls, folder: Path) -> ExpectedWeights:
@@ -67,6 +68,10 @@ def is_scale(name: str) -> bool:
     return name.endswith(("_scale", "_scale_inv", ".scale"))
 
 
+def non_finite(name: str) -> RefitError:
+    return RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
+
+
 @dataclass
 class RefitCheck:
     """Collects what is sent during one refit. `add` each tensor before it is loaded, then `finish`."""
@@ -84,11 +89,8 @@ class RefitCheck:
         if tuple(shape) != want:
             raise RefitError(f"refit: weight {name!r} has shape {tuple(shape)}, the engine's model expects {want}")
         if not finite:
-            self.refuse_non_finite(name)
+            raise non_finite(name)
         self.seen.add(name)
-
-    def refuse_non_finite(self, name: str) -> NoReturn:
-        raise RefitError(f"refit: weight {name!r} holds NaN or infinite values; the update that made it diverged")
 
     def finish(self) -> None:
         """Raises RefitError listing what was not sent."""

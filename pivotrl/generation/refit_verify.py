@@ -7,6 +7,8 @@
   linear layers), the copy itself is multiplied by unit vectors: one product and zeros, so the result is exact. The
   columns move on with each version, so that successive refits go through all of them.
 
+FP8 weights are compared by the sum of their bytes, which a kernel may reorder, their scales by bit sums in float32.
+
 Under tensor parallelism each rank compares the shards that it serves with the parts of the tensors that it was sent.
 """
 
@@ -15,20 +17,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pivotrl.generation import vllm_setup
 from pivotrl.generation.direct_load import packed_expert
-from pivotrl.generation.refit_check import EMBEDDING, HEAD
+from pivotrl.generation.refit_check import EMBEDDING, HEAD, is_scale
 from pivotrl.generation.served import served_parameters
+from pivotrl.models.block_fp8 import FP8
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COLUMNS = 16
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, FP8: torch.int8}
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,16 @@ class RefitReport:
     sampled: list[str] = field(default_factory=list)  # `COLUMNS` columns, by position
     unverified: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
+    non_finite: list[str] = field(default_factory=list)  # Hugging Face names, of those that only a product shows
 
 
 @dataclass(frozen=True)
 class _Sent:
     rows: int
     width: int  # columns of the whole matrix; 0 for a vector
+    dtype: torch.dtype  # in which bits are summed: the engine's, or that of FP8 values and of their scales
     bits: int | None
-    columns: Tensor | None  # [rows, COLUMNS or fewer]
+    columns: Tensor | None  # [COLUMNS or fewer, rows]: as the product with unit vectors gives them
 
 
 class RefitVerifier:
@@ -59,25 +66,41 @@ class RefitVerifier:
         experts = {int(match[1]) for name in names if (match := _EXPERT.search(name))}
         self._chosen = version % len(experts) if experts else None  # the expert that is kept whole
         self._whole: dict[str, Tensor] = {}
+        self._sums: dict[tuple[int, int], int] = {}  # of served tensors: (place, rows) -> bits
 
     def sent(self, name: str, tensor: Tensor) -> None:
         """Note what this rank is to serve of a weight (the whole of it, or its shard)."""
-        matrix = tensor.ndim == 2
         expert = _EXPERT.search(name)
+        if tensor.dtype == FP8 or is_scale(name):
+            dtype = FP8 if tensor.dtype == FP8 else torch.float32
+            total = bit_sum(tensor, dtype, anyorder=dtype == FP8 or expert is not None)
+            self._sent[name] = _Sent(tensor.shape[0], 0, dtype, total, None)
+            return
+        matrix = tensor.ndim == 2
         on_cpu = tensor.device.type == "cpu"
         # CPU builds serve no readable copy of a dense matrix, so its bit sum would have nothing to be compared with
         readable = not on_cpu or not matrix or expert is not None or name == EMBEDDING
         bits = bit_sum(tensor, self._dtype, anyorder=expert is not None) if readable else None
         if expert and on_cpu and int(expert[1]) == self._chosen:
             self._whole[name] = tensor.detach().to(self._dtype, copy=True)
-        columns = tensor[:, self._columns(tensor.shape[1])].to(self._dtype, copy=True) if matrix else None
-        self._sent[name] = _Sent(tensor.shape[0], tensor.shape[1] if matrix else 0, bits, columns)
+        columns = None
+        if matrix:
+            sampled = tensor[:, self._columns(tensor.shape[1])].t()
+            columns = sampled.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        self._sent[name] = _Sent(tensor.shape[0], tensor.shape[1] if matrix else 0, self._dtype, bits, columns)
 
     @torch.no_grad()
     def compare(self, model: nn.Module) -> RefitReport:
         """The report for `model`, vLLM's module as served by this process."""
         report = RefitReport()
+        self._sums.clear()
+        fp8 = any(entry.dtype == FP8 for entry in self._sent.values())
+        requantised = fp8 and vllm_setup.requantises_fp8()
         for name, module, _, served, sources in served_parameters(model):
+            first = self._sent.get(sources[0])
+            if first is not None and first.dtype != self._dtype and (requantised or served.dtype != first.dtype):
+                report.unverified.append(name)  # the kernel computes with values of its own making
+                continue
             if name == HEAD and HEAD not in self._sent:
                 sources = [EMBEDDING]
             if served.ndim == 3:
@@ -93,14 +116,14 @@ class RefitVerifier:
         if any(entry is None or entry.bits is None for entry in sent):
             report.unverified.append(name)
             return
-        experts = served.shape[0]
+        dtype, experts = sent[0].dtype, served.shape[0]  # type: ignore[union-attr]
         parts = len(sources) // experts
         for e in range(experts):
             want = _wrap(sum(entry.bits for entry in sent[e * parts : (e + 1) * parts]))  # type: ignore[union-attr,misc]
-            if bit_sum(served[e], self._dtype, anyorder=True) != want:
+            if bit_sum(served[e], dtype, anyorder=True) != want:
                 report.different.append(name)
                 return
-        if self._chosen is not None and served.device.type == "cpu":
+        if self._chosen is not None and served.device.type == "cpu" and dtype == self._dtype:
             whole = torch.cat([self._whole[s] for s in sources[self._chosen * parts : (self._chosen + 1) * parts]])
             if not torch.equal(packed_expert(module, whole).flatten(), served[self._chosen].flatten()):
                 report.different.append(name)
@@ -120,28 +143,37 @@ class RefitVerifier:
         readable = served.numel() > 0
         shown = False
         if readable and len(bits) == len(sent):
-            if bit_sum(served[:rows], self._dtype) != _wrap(sum(bits)):
+            dtype, key = sent[0].dtype, (served.data_ptr(), rows)
+            if key not in self._sums:  # a tied head is the embedding, whose sum is known
+                self._sums[key] = bit_sum(served[:rows], dtype, anyorder=dtype == FP8)
+            if self._sums[key] != _wrap(sum(bits)):
                 report.different.append(name)
                 return
             shown = True
         columns = [entry.columns for entry in sent if entry.columns is not None]
         if columns:
-            want = torch.cat(columns)  # [rows, columns]
+            want = torch.cat(columns, 1)  # [columns, rows]
             got = self._served_columns(module, served, sent[0].width, readable)
-            if any(not torch.equal(matrix[:rows], want.to(matrix.device)) for matrix in got):
+            wrong = [matrix for matrix in got if not torch.equal(matrix[:, :rows], want.to(matrix.device))]
+            if wrong:
                 report.different.append(name)
+                starts = accumulate((entry.rows for entry in sent), initial=0)
+                for source, entry, start in zip(sources, sent, starts, strict=False):
+                    # a row that holds a NaN or infinity anywhere: times zero it is NaN in every product
+                    if not wrong[0][:, start : start + entry.rows].isfinite().all():
+                        report.non_finite.append(source)
                 return
         (report.complete if shown else report.sampled if columns else report.unverified).append(name)
 
     def _served_columns(self, module: nn.Module, served: Tensor, width: int, readable: bool) -> list[Tensor]:
-        """The sampled columns [rows, columns] of every copy that the module computes with."""
+        """The sampled columns [columns, rows] of every copy that the module computes with."""
         columns = self._columns(width)
-        copies = [served[:, columns]] if readable else []
+        copies = [served[:, columns].t()] if readable else []
         if hasattr(module, "cpu_linear"):
             unit = torch.zeros(columns.stop - columns.start, width, dtype=self._dtype)  # [columns, width]
             unit[:, columns].fill_diagonal_(1)
             linear: Any = module.cpu_linear
-            copies.append(linear(unit, served, None).t())
+            copies.append(linear(unit, served, None))
         return copies
 
     def _columns(self, width: int) -> slice:

@@ -11,7 +11,7 @@ from pivotrl.generation.engine import RefitError
 from pivotrl.models.mapping import plan
 from pivotrl.models.registry import family_for
 from pivotrl.refit.execute import Shard
-from pivotrl.refit.layout import Box, EngineLayout
+from pivotrl.refit.layout import Box, EngineLayout, numel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,19 +32,29 @@ def served_parameters(model: nn.Module) -> Iterator[Served]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for module_name, module in model.named_modules():
         for parameter, tensor in module.named_parameters(recurse=False):
-            sources = _sources(module_name, parameter, tensor.shape[0] if tensor.ndim else 0, fused)
+            sources = _sources(module_name, module, parameter, tensor.shape[0] if tensor.ndim else 0, fused)
             yield Served(f"{module_name}.{parameter}", module, parameter, tensor, sources)
 
 
-def _sources(module: str, parameter: str, rows: int, fused: dict[str, list[str]]) -> list[str]:
-    prefix, _, last = module.rpartition(".")
-    if parameter in ("w13_weight", "w2_weight"):
-        layer = module[: module.index(".experts") + len(".experts")]
-        parts = ("gate_proj", "up_proj") if parameter == "w13_weight" else ("down_proj",)
-        return [f"{layer}.{e}.{part}.weight" for e in range(rows) for part in parts]
+def _sources(name: str, module: nn.Module, parameter: str, rows: int, fused: dict[str, list[str]]) -> list[str]:
+    prefix, _, last = name.rpartition(".")
+    group, _, kind = parameter.partition("_")
+    if group in ("w13", "w2") and kind.startswith("weight"):
+        layer = name[: name.index(".experts") + len(".experts")]
+        parts = ("gate_proj", "up_proj") if group == "w13" else ("down_proj",)
+        return [f"{layer}.{e}.{part}.{kind}" for e in _experts(module, rows) for part in parts]
     if last in fused:
         return [f"{prefix + '.' if prefix else ''}{part}.{parameter}" for part in fused[last]]
-    return [f"{module}.{parameter}"]
+    return [f"{name}.{parameter}"]
+
+
+def _experts(module: nn.Module, rows: int) -> list[int]:
+    """The model's numbers of the experts that a module serves, in its order: some of them, if they are spread."""
+    placed: Tensor | None = getattr(module, "_expert_map", None)  # [experts of the model] place here, or -1
+    if placed is None:
+        return list(range(rows))
+    here = {place: expert for expert, place in enumerate(placed.tolist()) if place >= 0}
+    return [here[place] for place in range(len(here))]
 
 
 def ignored_biases(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -54,10 +64,14 @@ def ignored_biases(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 class RankShards:
-    """The part of each Hugging Face tensor that one tensor-parallel rank serves; all of it on a single rank."""
+    """The part of each Hugging Face tensor that one tensor-parallel rank serves; all of it on a single rank.
 
-    def __init__(self, folder: Path, tensor_parallel: int, rank: int) -> None:
-        self.layout = EngineLayout(1, tensor_parallel)
+    `elsewhere`: names of which it serves nothing: other ranks' experts, and a vocabulary that ends before its rows.
+    """
+
+    def __init__(self, folder: Path, tensor_parallel: int, rank: int, expert_parallel: bool = False) -> None:
+        self.layout = EngineLayout(1, tensor_parallel, tensor_parallel if expert_parallel else 1)
+        self.elsewhere: frozenset[str] = frozenset()
         self._boxes: dict[str, Box | None] = {}
         if tensor_parallel > 1:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -65,6 +79,11 @@ class RankShards:
             dims = family.dims(config)
             for entry in plan(family.rules, dims).values():
                 self._boxes.update(zip(entry.hf, self.layout.needs(entry, dims, rank), strict=True))
+            self.elsewhere = frozenset(name for name, box in self._boxes.items() if box is None or not numel(box))
+
+    @property
+    def boxes(self) -> dict[str, Box | None]:
+        return self._boxes
 
     def box(self, name: str) -> Box | None:
         """Where this rank's part lies in the whole; None: the part is the whole."""
@@ -80,6 +99,10 @@ class RankShards:
         if box is None:
             return sent
         return sent[tuple(slice(start, stop) for start, stop in box)]
+
+
+def content(sent: Tensor | Shard) -> Tensor:
+    return sent.tensor if isinstance(sent, Shard) else sent
 
 
 def full_shape(sent: Any) -> tuple[int, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from pivotrl.errors import UserError
+from pivotrl.generation import vllm_setup
 from pivotrl.generation.http_json import JsonClient
-
-Shapes = Sequence[tuple[str, Any, tuple[int, ...]]]  # (Hugging Face name, torch dtype, shape) in the order of sending
 
 
 class NcclSender:
@@ -20,7 +19,7 @@ class NcclSender:
         address, port: of rank 0's rendezvous, reachable from the server.
     """
 
-    def __init__(self, shapes: Shapes, rank: int, address: str, port: int) -> None:
+    def __init__(self, shapes: vllm_setup.Shapes, rank: int, address: str, port: int) -> None:
         import torch
 
         if not torch.cuda.is_available():
@@ -36,7 +35,7 @@ class NcclSender:
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
         if self._engine is None:
-            self._source = _source(self._shapes)
+            self._source = vllm_setup.weight_source(self._shapes)
             self._engine = self._join(HTTPVLLMWeightSyncClient(client.url), client)
         self._source.pairs = lambda: iter(weights)
         self._engine.send_weights()
@@ -51,20 +50,3 @@ class NcclSender:
             rank=self._rank, master_address=self._address, master_port=self._port, world_size=workers + 1
         )
         return NCCLTrainerWeightTransferEngine.trainer_init(info, client=sync, source=self._source)
-
-
-def _source(shapes: Shapes) -> Any:
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-    class Source(WeightSource):
-        """vLLM's view of a stream of weights; `pairs` is set anew for each refit."""
-
-        pairs: Callable[[], Iterator[tuple[str, Any]]]
-
-        def metadata(self) -> list[Any]:
-            return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in shapes]
-
-        def __iter__(self) -> Iterator[tuple[str, Any]]:
-            return self.pairs()
-
-    return Source()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pivotrl.generation.refit_verify import RefitReport
     from pivotrl.refit.execute import Shard
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 _BLOCK_TOKENS = 32  # KV block: what a prompt shares is reused in whole blocks, and the CPU kernels want multiples of 32
 _PREFILL_TOKENS = 4096  # tokens of one forward, at least
 
@@ -36,7 +36,7 @@ class VllmEngine(StatefulEngine):
 
     Args:
         model_dir: Hugging Face folder with safetensors weights; names and shapes of every refit are checked against it.
-        dtype: "fp32" or "bf16".
+        dtype: "fp32", "bf16" or "fp8": the folder's linear layers are FP8 in blocks, all else computes in bfloat16.
         max_length: tokens of prompt and completion together.
         seed: of the engine; samples are seeded one by one by `generate`.
         stop_token_ids: ids that end a completion (and are part of it). The model's own end ids are not added.
@@ -55,6 +55,7 @@ class VllmEngine(StatefulEngine):
         stop_token_ids: list[int],
     ) -> None:
         from pivotrl.generation import vllm_setup
+        from pivotrl.generation.quantised import Quantiser
 
         if dtype not in _DTYPES:
             raise UserError(f"precision.engine={dtype!r}: the engine knows {', '.join(_DTYPES)}")
@@ -64,7 +65,10 @@ class VllmEngine(StatefulEngine):
         self._generation = generation
         self._max_length = max_length
         self._stop_token_ids = list(stop_token_ids)
-        ExpectedWeights.from_folder(model_dir)  # refuses a folder without weights before vLLM is started
+        expected = ExpectedWeights.from_folder(model_dir)  # refuses a folder without weights before vLLM is started
+        if (Quantiser.of(model_dir, expected.shapes) is not None) != (dtype == "fp8"):
+            held = "holds no" if dtype == "fp8" else "holds"
+            raise UserError(f"precision.engine={dtype!r}: {model_dir} {held} FP8 weights; use another precision.engine")
         vllm_setup.set_environment()
         self._vllm = vllm_setup.import_vllm()
         self._on_cpu = self._vllm.platforms.current_platform.is_cpu()
@@ -108,6 +112,10 @@ class VllmEngine(StatefulEngine):
         if distributed:
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["tensor_parallel_size"] = generation.tensor_parallel
+        if generation.expert_parallel:
+            if self._on_cpu:
+                raise UserError("generation.expert_parallel: CPU builds of vLLM cannot spread experts; set it to false")
+            arguments["enable_expert_parallel"] = True
         with vllm_setup.quiet():
             self._llm = self._vllm.LLM(**arguments)
         self._model_config = self._llm.llm_engine.model_config
@@ -129,7 +137,8 @@ class VllmEngine(StatefulEngine):
     def layout(self) -> EngineLayout:
         """Which ranks of the world serve which part of the weights."""
         tensor = self._generation.tensor_parallel
-        return EngineLayout(int(os.environ.get("WORLD_SIZE", "1")) // tensor, tensor)
+        expert = tensor if self._generation.expert_parallel else 1
+        return EngineLayout(int(os.environ.get("WORLD_SIZE", "1")) // tensor, tensor, expert)
 
     def generate(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,11 @@ from pivotrl.config import Generation
 from pivotrl.errors import UserError
 from pivotrl.generation.direct_load import DirectLoader
 from pivotrl.generation.engine import RefitError
-from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck, is_scale
+from pivotrl.generation.quantised import Quantiser
+from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck, is_scale, non_finite
 from pivotrl.generation.refit_verify import RefitReport, RefitVerifier
-from pivotrl.generation.served import RankShards, full_shape, served_parameters
+from pivotrl.generation.served import RankShards, content, full_shape, served_parameters
+from pivotrl.models import block_fp8
 from pivotrl.refit.execute import Shard
 
 if TYPE_CHECKING:
@@ -32,8 +35,13 @@ class VllmRefit:
     def __init__(self, llm: Any, setup: ModuleType, folder: Path, generation: Generation, rank: int) -> None:
         self._llm, self._setup, self._generation = llm, setup, generation
         self._model_config = llm.llm_engine.model_config
-        self._expected = ExpectedWeights.from_folder(folder)
-        self._shards = RankShards(folder, generation.tensor_parallel, rank)
+        expected = ExpectedWeights.from_folder(folder)
+        self._shards = RankShards(folder, generation.tensor_parallel, rank, generation.expert_parallel)
+        elsewhere = {n for n in expected.shapes if n.removesuffix(block_fp8.SCALE) in self._shards.elsewhere}
+        self._expected = replace(expected, elsewhere=frozenset(elsewhere))
+        self._quantiser = Quantiser.of(folder, self._expected.shapes)
+        if self._quantiser is not None:
+            self._shards.boxes.update(self._quantiser.scale_boxes(self._shards.boxes, self._expected.shapes))
         self._direct: DirectLoader | None = llm.apply_model(DirectLoader.of)[0]
         self._done = 0
 
@@ -59,6 +67,8 @@ class VllmRefit:
             check = RefitCheck(self._expected)
             for name, tensor in weights:
                 check.add(name, full_shape(tensor), finite=True)
+                if self._quantiser is not None and self._quantiser.quantises(name, content(tensor)):
+                    check.add(scale := name + block_fp8.SCALE, self._expected.shapes[scale], finite=True)
             check.finish()
         verifier = None
         if self._is_verified():
@@ -71,6 +81,8 @@ class VllmRefit:
         if verifier is None:
             return None
         report: RefitReport = self._llm.apply_model(verifier.compare)[0]
+        if report.non_finite:
+            raise non_finite(report.non_finite[0])
         if report.different:
             raise RefitError(
                 f"refit: after loading, the engine serves other values than were sent for {len(report.different)} "
@@ -89,39 +101,60 @@ class VllmRefit:
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's part) of each weight, checked. Raises RefitError at the end if some are missing."""
         check = RefitCheck(self._expected)
+        # the verifier multiplies every value of these, by which a NaN or infinity shows
+        multiplied = self._direct.packed if self._direct is not None and verifier is not None else frozenset()
         for name, sent in weights:
             check.add(name, full_shape(sent), finite=True)
+            if name in self._expected.elsewhere:
+                continue
             part = self._shards.part(name, sent)
-            if not is_finite(part):
-                check.refuse_non_finite(name)
-            if is_scale(name) and not bool((part != 0).all()):
-                raise RefitError(f"refit: scale {name!r} holds zeros; what it scales would be served as nothing")
-            if verifier is not None:
-                verifier.sent(name, part)
-            yield name, part
+            if name not in multiplied and not is_finite(part):
+                raise non_finite(name)
+            if self._quantiser is None or not self._quantiser.quantises(name, part):
+                yield self._passed(name, part, verifier)
+                continue
+            for served, values in self._quantiser.split(name, part):
+                if served != name:
+                    check.add(served, self._expected.shapes[served], finite=is_finite(values))
+                yield self._passed(served, values, verifier)
         check.finish()
+
+    def _passed(self, name: str, part: Tensor, verifier: RefitVerifier | None) -> tuple[str, Tensor]:
+        if is_scale(name) and not bool((part > 0).all()):
+            raise RefitError(f"refit: scale {name!r} is not positive; what it scales would be served as nothing")
+        if verifier is not None:
+            verifier.sent(name, part)
+        return name, part
 
     @torch.no_grad()
     def _load_directly(self, loader: DirectLoader, parts: Iterator[tuple[str, Tensor]]) -> None:
-        loader.restart()
+        loader.start()
         for name, part in parts:
             loader.load(name, part)
+        loader.finish()
         self._llm.apply_model(self._setup.repack_heads)
 
     def _reload(self, parts: Iterator[tuple[str, Tensor]]) -> None:
         """vLLM's layerwise reload, which takes whole tensors and cuts out what this rank serves."""
+        latest = "the first weight"
+
+        def whole() -> Iterator[tuple[str, Tensor]]:
+            nonlocal latest
+            for name, part in parts:
+                latest = repr(name)
+                yield name, _surrounded(part, self._shards.box(name), self._expected.shapes[name])
+
         try:
             with self._setup.quiet():
-                whole = (
-                    (name, _surrounded(part, self._shards.box(name), self._expected.shapes[name]))
-                    for name, part in parts
-                )
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole})
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole()})
                 self._llm.apply_model(self._setup.repack_heads)
-        except BaseException:
+        except BaseException as error:
             with self._setup.quiet():
                 self._llm.apply_model(lambda model: self._setup.finish_broken_reload(model, self._model_config))
-            raise
+            if isinstance(error, RefitError) or not isinstance(error, Exception):
+                raise
+            # the other ranks must hear of it too, so it is no other kind of error
+            raise RefitError(f"refit: vLLM could not load {latest}: {type(error).__name__}: {error}") from error
         if self._generation.tensor_parallel > 1:
             self._llm.apply_model(_refuse_foreign_parts)
 
@@ -155,6 +188,8 @@ def _refuse_foreign_parts(model: Any) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """True if no value is NaN or infinite. One pass: either would show in the sum."""
     values = tensor.detach()
+    if values.dtype == block_fp8.FP8:
+        return block_fp8.is_finite(values)
     if math.isfinite(values.sum().item()):  # without dtype=: ten times faster for bfloat16, and float32 inside as well
         return True
     return bool(values.isfinite().all().item())  # finite values may overflow a sum

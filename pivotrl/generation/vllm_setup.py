@@ -1,6 +1,6 @@
 """Everything that must be true of a process before vLLM is imported and built: environment, patches, quiet, clean-up.
 
-Tested with vLLM 0.32 (CPU build).
+What differs between vLLM 0.32 and 0.33 is here and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+Shapes = Sequence[tuple[str, Any, tuple[int, ...]]]  # (Hugging Face name, torch dtype, shape) in the order of sending
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -100,7 +102,19 @@ def repack_heads(model: Any) -> None:
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.cpu_linear = None  # gives the old packed copy back first
             module.quant_method.process_weights_after_loading(module)
+
+
+def requantises_fp8() -> bool:
+    """Whether this GPU's kernels round FP8 scales to powers of two, and with them the weights, when they are loaded."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return False
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return bool(is_deep_gemm_e8m0_used())
 
 
 def finish_broken_reload(model: Any, model_config: Any) -> None:
@@ -108,6 +122,42 @@ def finish_broken_reload(model: Any, model_config: Any) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
+
+
+def weight_source(shapes: Shapes) -> Any:
+    """vLLM's view of a stream of weights, for its weight-transfer API. Set `pairs`, a function that starts the stream,
+    anew for each refit.
+
+    vLLM 0.32 calls `metadata()` and iterates the object; 0.33 reads `metadata`, which must be a cached property, and
+    iterates `iter_full()`.
+    """
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    metadata = [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in shapes]
+    if not hasattr(WeightSource, "iter_full"):  # 0.33 refuses this class when it is defined
+
+        class Source032(WeightSource):
+            pairs: Callable[[], Iterator[tuple[str, Any]]]
+
+            def metadata(self) -> list[Any]:
+                return metadata
+
+            def __iter__(self) -> Iterator[tuple[str, Any]]:
+                return self.pairs()
+
+        return Source032()
+
+    class Source033(WeightSource):
+        pairs: Callable[[], Iterator[tuple[str, Any]]]
+
+        @cached_property
+        def metadata(self) -> list[Any]:
+            return metadata
+
+        def iter_full(self) -> Iterator[tuple[str, Any]]:
+            return self.pairs()
+
+    return Source033()
 
 
 def remove_stale_shared_memory() -> None:

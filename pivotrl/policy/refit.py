@@ -38,9 +38,10 @@ class RefitSource:
         return mine.stream(self._own(), self._transport)
 
     def traffic(self, engine: EngineLayout) -> dict[str, float]:
-        """MB that this rank received and sent in the last stream, and the least that it had to receive."""
+        """MB that this rank received and sent in the last stream, and the least that it had to receive. Empty where
+        one process is trainer and engine: nothing travels."""
         if dist.get_world_size() == 1:
-            return {"received_mb": 0.0, "sent_mb": 0.0, "bound_mb": 0.0}
+            return {}
         plan, mine = self._plan(engine)
         size = next(self._model.parameters()).element_size()
         bound = int(plan.traffic.bound[mine.rank]) * size

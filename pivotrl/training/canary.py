@@ -24,10 +24,11 @@ def canary_logprobs(policy: MegatronPolicy, sequence: TokenSequence) -> list[flo
     return values
 
 
-def check_canary(engine: Engine, sequence: TokenSequence, trainer: list[float], limit: float) -> Mismatch:
-    """Raises MismatchError when the engine's log-probs of the same tokens differ by more than `limit` on average."""
+def check_canary(engine: Engine, sequence: TokenSequence, trainer: list[float], limit: float, name: str) -> Mismatch:
+    """`name` is the rollout's. Raises MismatchError when the engine's log-probs of the same tokens differ by more than
+    `limit` on average."""
     first = sequence.targets[0]  # a rollout: all from here on carries loss
     scored = engine.score([sequence.token_ids[:first]], [sequence.token_ids[first:]])
-    found = Mismatch.of([trainer], scored)
+    found = Mismatch.of([trainer], scored, [name])
     require_agreement(found, limit, "on a rollout scored by both after the first refit")
     return found

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pivotrl.errors import UserError
+
+WORST_TOKENS = 5  # shown when the gate stops a run
+
+
+@dataclass(frozen=True)
+class TokenGap:
+    """One sampled token and its log-prob on both sides."""
+
+    rollout: str  # as in rollouts.jsonl: "turn id/index"
+    token: int  # of the completion, from 0
+    trainer: float
+    engine: float
+
+    @property
+    def size(self) -> float:
+        """|trainer - engine|; a NaN is beyond any difference."""
+        gap = abs(self.trainer - self.engine)
+        return math.inf if math.isnan(gap) else gap
+
+
+def worst_tokens(gaps: Iterable[TokenGap]) -> tuple[TokenGap, ...]:
+    """The largest gaps, largest first."""
+    return tuple(heapq.nlargest(WORST_TOKENS, gaps, key=lambda gap: gap.size))
 
 
 @dataclass(frozen=True)
@@ -14,17 +39,20 @@ class Mismatch:
 
     mean: float  # mean |trainer - engine|
     maximum: float
-    worst: tuple[int, int, float, float]  # sequence, token, trainer's, engine's
+    worst: tuple[TokenGap, ...]
 
     @classmethod
-    def of(cls, trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) -> Mismatch:
-        cells = [
-            (abs(t - e), i, j, t, e)
-            for i, (row, other) in enumerate(zip(trainer, engine, strict=True))
+    def of(
+        cls, trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], names: Sequence[str]
+    ) -> Mismatch:
+        """One row of log-probs and one name a rollout."""
+        gaps = [
+            TokenGap(name, j, t, e)
+            for name, row, other in zip(names, trainer, engine, strict=True)
             for j, (t, e) in enumerate(zip(row, other, strict=True))
         ]
-        worst = max(cells)
-        return cls(sum(c[0] for c in cells) / len(cells), worst[0], (worst[1], worst[2], worst[3], worst[4]))
+        worst = worst_tokens(gaps)
+        return cls(sum(abs(gap.trainer - gap.engine) for gap in gaps) / len(gaps), worst[0].size, worst)
 
 
 def limit_for(precision: str, configured: float | None) -> float:
@@ -42,10 +70,13 @@ def require_agreement(found: Mismatch, limit: float, when: str) -> None:
     """Raises MismatchError when the mean difference is above `limit` or not a number."""
     if found.mean <= limit:
         return
-    sequence, token, trainer, engine = found.worst
+    worst = "".join(
+        f"  rollout {gap.rollout}, token {gap.token}: trainer {gap.trainer:.4f}, engine {gap.engine:.4f}\n"
+        for gap in found.worst
+    )
     raise MismatchError(
-        f"trainer and engine disagree {when}: mean |log-prob difference| {found.mean:.3g} > {limit:.3g}; worst at "
-        f"rollout {sequence}, token {token}: trainer {trainer:.4f}, engine {engine:.4f}.\n"
+        f"trainer and engine disagree {when}: mean |log-prob difference| {found.mean:.3g} > {limit:.3g}; the worst "
+        f"tokens:\n{worst}"
         "Training on this would follow a wrong gradient. Check that both load the same weights and sample at the same "
         "temperature; raise generation.max_mismatch only if you know why they differ."
     )

@@ -69,7 +69,7 @@ def open_gate(policy: MegatronPolicy, rollouts: Sequence[Scored], cfg: Config, w
     """Compare the trainer's log-probs of sampled tokens with the engine's; raises MismatchError beyond the limit."""
     checked = rollouts[:GATE_ROLLOUTS]
     trainer = policy.logprobs([s.sequence for s in checked], cfg.sampling.temperature)
-    found = Mismatch.of([t.tolist() for t in trainer], [s.logprobs for s in checked])
+    found = Mismatch.of([t.tolist() for t in trainer], [s.logprobs for s in checked], [s.id for s in checked])
     require_agreement(found, limit_for(cfg.precision.policy, cfg.generation.max_mismatch), when)
     return found
 
@@ -169,20 +169,18 @@ def learn(
     of older weights, their log-probs say nothing about the engine, and every refit is checked so.
     """
     with handover.training():
-        stats, _ = update(policy, batch, cfg, step, nonfinite)
+        limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
+        stats, _ = update(policy, batch, cfg, step, nonfinite, None if handover.lags else limit)
         wanted = batch.rollouts and (handover.refits == 0 or handover.lags)
         canary = batch.rollouts[0].sequence if wanted else None
         expected = canary_logprobs(policy, canary) if canary is not None else []
-    limit = limit_for(cfg.precision.policy, cfg.generation.max_mismatch)
-    if "mismatch_abs" in stats and not stats["nonfinite"] and not handover.lags:
-        found = Mismatch(stats["mismatch_abs"], stats["mismatch_max"], (-1, -1, float("nan"), float("nan")))
-        require_agreement(found, limit, f"at step {step}")
     stats |= handover.settle()
     clock = time.monotonic()
     handover.to_engine(engine, version=step + 1)
     stats["seconds_refit"] = time.monotonic() - clock
+    stats |= {f"refit_{name}": value for name, value in policy.refit_source.traffic(engine.layout).items()}
     if canary is not None:
-        found = check_canary(engine, canary, expected, limit)
+        found = check_canary(engine, canary, expected, limit, batch.rollouts[0].id)
         if step == 0 or handover.lags:  # a run that continues logs what it would have without the interruption
             stats["canary_mismatch"] = found.mean
     return stats

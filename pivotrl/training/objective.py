@@ -8,7 +8,7 @@ step, hold its one denominator: micro-batches, packing, order, data parallelism 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pivotrl.config import Algorithm
+from pivotrl.training.gate import WORST_TOKENS, TokenGap, worst_tokens
 from pivotrl.training.surrogate import Actions, importance, kl_terms, policy_ratio, surrogate
 
 if TYPE_CHECKING:
@@ -80,6 +81,23 @@ def _token_metrics(current: Tensor, entropy: Tensor, mismatch: Tensor) -> dict[s
     }
 
 
+class Gaps:
+    """The tokens of each micro-batch on which trainer and engine differ most, for the message of the mismatch gate."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Tensor, ...]] = []  # left on the device: to read them would wait for it
+
+    def note(self, pairs: PairBatch, trainer: Tensor, engine: Tensor) -> None:
+        """Log-probs [P] of a micro-batch, on the weights that sampled."""
+        worst = (trainer - engine).abs().topk(min(WORST_TOKENS, len(trainer))).indices
+        self._rows.append(tuple(t[worst] for t in (pairs.sequence, pairs.offset, trainer, engine)))
+
+    def worst(self, names: Sequence[str]) -> tuple[TokenGap, ...]:
+        """The largest of this rank so far, largest first; `names` are those of the sequences."""
+        rows = [row for group in self._rows for row in zip(*(t.tolist() for t in group), strict=True)]
+        return worst_tokens(TokenGap(names[i], offset, t, e) for i, offset, t, e in rows)
+
+
 @dataclass
 class SftObjective:
     """Negative log-likelihood of the demonstrated actions, one weight a sequence."""
@@ -107,6 +125,7 @@ class GrpoObjective:
     generator: Tensor  # [T] log-probs under the engine that sampled
     old: Tensor | None = None  # [T] trainer's, before this batch's first update; None: strictly on-policy (ratio 1)
     reference: Tensor | None = None  # [T] log-probs under pi_0; needed for a KL term, measured where given
+    gaps: Gaps = field(default_factory=Gaps, repr=False, compare=False)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, pairs: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         a, device = self.algorithm, logprobs.device
@@ -116,7 +135,9 @@ class GrpoObjective:
         actions = Actions.of(pairs.sequence, self.streams.lengths.to(device))
         current = logprobs.detach()
         old = self.old.to(device)[at] if self.old is not None else current
-        mismatch = old - self.generator.to(device)[at]
+        engine = self.generator.to(device)[at]
+        mismatch = old - engine
+        self.gaps.note(pairs, old, engine)
         correction = importance(mismatch, a, actions)
         ratio = policy_ratio(logprobs - old, a.ratio, actions)
         s = surrogate(logprobs, ratio, advantage, a)
@@ -218,6 +239,7 @@ class DpoObjective:
     reference: Tensor  # [T]
     generator: Tensor  # [T] as in GrpoObjective, likewise `old`
     old: Tensor | None = None
+    gaps: Gaps = field(default_factory=Gaps, repr=False, compare=False)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, pairs: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         current, device = logprobs.detach(), logprobs.device
@@ -226,5 +248,7 @@ class DpoObjective:
         loss = (share + slope * (logprobs - current)).sum()
         at = self.streams.positions(pairs)
         old = self.old.to(device)[at] if self.old is not None else current
-        metrics = _token_metrics(current, entropy, old - self.generator.to(device)[at])
+        engine = self.generator.to(device)[at]
+        self.gaps.note(pairs, old, engine)
+        metrics = _token_metrics(current, entropy, old - engine)
         return loss, metrics | {"kl_sum": kl_terms(current, self.reference.to(device)[at], "k3").sum()}

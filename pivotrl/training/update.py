@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pivotrl.config import Algorithm, Config
 from pivotrl.training import batch as batches
 from pivotrl.training.batch import Batch, Sample, Scored
+from pivotrl.training.gate import Mismatch, TokenGap, require_agreement, worst_tokens
 from pivotrl.training.metrics import StepSums
 from pivotrl.training.nonfinite import NonFiniteSteps, suspects
-from pivotrl.training.objective import dpo_terms
+from pivotrl.training.objective import Gaps, dpo_terms
 from pivotrl.training.theory_metrics import group_theory, reference_theory
 from pivotrl.training.throughput import Work, memory
 
@@ -52,6 +54,7 @@ class _Updater:
     seconds: dict[str, float] = field(default_factory=dict)
     old: list[Tensor] | None = None
     reference: list[Tensor] | None = None
+    gaps: list[tuple[Gaps, list[str]]] = field(default_factory=list)  # of each optimiser step, with its rollouts
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,6 +89,19 @@ class _Updater:
             objective = batches.make_objective(samples, a, self.old, self.reference)
             given = [stream for stream in (self.old, self.reference) if stream is not None]
             self.train(samples, objective, [[stream[s.index] for s in samples] for stream in given])
+            self.gaps.append((objective.gaps, [s.rollout.id for s in samples]))
+
+    def require_agreement(self, metrics: dict[str, float], limit: float) -> None:
+        """Every rank calls it with the same metrics; the worst tokens of all of them are shown."""
+        worst: list[TokenGap] = []
+        if not metrics["mismatch_abs"] <= limit:
+            worst += [gap for gaps, names in self.gaps for gap in gaps.worst(names)]
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                everyone: list[list[TokenGap]] = [[] for _ in range(dist.get_world_size())]
+                dist.all_gather_object(everyone, worst)
+                worst = list(dict.fromkeys(gap for gaps in everyone for gap in gaps))
+        found = Mismatch(metrics["mismatch_abs"], metrics["mismatch_max"], worst_tokens(worst))
+        require_agreement(found, limit, f"at step {self.step}")
 
     def dpo(self, indices: Sequence[int]) -> None:
         samples, pairs = batches.preference_samples(self.rollouts, indices)
@@ -96,21 +112,29 @@ class _Updater:
         now = self.logprobs([s.rollout for s in samples], "old")
         sums = [torch.stack([x.sum() for x in rows]) for rows in (now, reference)]
         terms = dpo_terms(sums[0], sums[1], pairs, self.cfg.algorithm.dpo_beta)
-        self.train(samples, batches.make_dpo_objective(samples, terms, self.old, self.reference), [now, reference])
+        objective = batches.make_dpo_objective(samples, terms, self.old, self.reference)
+        self.train(samples, objective, [now, reference])
+        self.gaps.append((objective.gaps, [s.rollout.id for s in samples]))
         self.sums.note("dpo_accuracy", terms.accuracy)
         self.sums.note("dpo_margin", terms.margin)
         self.sums.note("dpo_pairs", float(len(pairs)))
 
 
 def update(
-    policy: MegatronPolicy, batch: Batch, cfg: Config, step: int, nonfinite: NonFiniteSteps
+    policy: MegatronPolicy,
+    batch: Batch,
+    cfg: Config,
+    step: int,
+    nonfinite: NonFiniteSteps,
+    mismatch_limit: float | None = None,
 ) -> tuple[dict[str, float], bool]:
     """Train on a batch, and say whether the weights changed. Every rank calls it with the same batch.
 
     With one optimiser step a batch the old log-probs are the current ones: no second forward. `optimizer_steps` of the
     metrics counts steps that were taken; it is 0 (`skipped` = 1) where no rollout had any signal, and a schedule does
     not move then. `nonfinite` counts steps that were computed and not taken.
-    Raises NonFiniteError when there were too many of those.
+    Raises NonFiniteError when there were too many of those, and MismatchError where trainer and engine, with the
+    weights that sampled, differ by more than `mismatch_limit` on average.
     """
     a, rollouts = cfg.algorithm, batch.rollouts
     u = _Updater(policy, rollouts, cfg, step, nonfinite, Work.of(policy))
@@ -132,6 +156,8 @@ def update(
             else:
                 u.policy_gradient(indices, penalties)
     metrics |= u.sums.finish() | u.seconds | memory()
+    if mismatch_limit is not None and "mismatch_abs" in metrics and not metrics["nonfinite"]:
+        u.require_agreement(metrics, mismatch_limit)
     metrics |= u.work.mfu(sum(u.seconds.values()), cfg.precision)
     if (seconds := u.seconds.get("seconds_train", 0.0)) > 0:
         metrics["train_tokens_per_second"] = metrics["tokens_unique"] / seconds

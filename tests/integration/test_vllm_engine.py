@@ -183,6 +183,21 @@ def test_bad_refit_names_the_weight_and_stops_generation(original: Served, fault
     assert answers(original.engine) == original.fresh[1]
 
 
+@pytest.mark.parametrize("verify", ["always", "off"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_value_anywhere_is_seen_and_named(
+    original: Served, monkeypatch: pytest.MonkeyPatch, value: float, verify: str
+) -> None:
+    monkeypatch.setattr(original.engine._generation, "verify_refit", verify)
+    generator = torch.Generator().manual_seed(int(verify == "off"))
+    for kind in ("embed_tokens", "v_proj", "o_proj", "down_proj", "norm"):
+        name = next(n for n in original.weights[1] if kind in n)
+        bad = original.weights[1][name].clone()
+        bad.view(-1)[torch.randint(0, bad.numel(), (1,), generator=generator)] = value
+        with pytest.raises(RefitError, match=rf"'{name}' holds NaN or infinite"):
+            original.engine.refit(iter({**original.weights[1], name: bad}.items()), 99)
+
+
 def test_sleep_refit_wake_serves_the_refitted_weights(original: Served) -> None:
     engine = original.engine
     engine.sleep()
@@ -242,6 +257,28 @@ def test_verification_sees_stale_copies(original: Served, monkeypatch: pytest.Mo
         original.refit(1)
     with pytest.raises(EngineStateError, match="refit"):
         original.engine.generate([PROMPTS[0]], GREEDY, 1, [0])
+
+
+def test_weights_for_a_server_stream_through_vllm_s_own_sender() -> None:
+    """The source must keep the contract of the installed version (0.32 and 0.33 differ)."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine as Sender
+
+    from pivotrl.generation.vllm_setup import weight_source
+
+    sent = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    source = weight_source([(n, t.dtype, tuple(t.shape)) for n, t in sent.items()])
+    metadata = source.metadata if isinstance(source.metadata, list) else source.metadata()
+    assert [(m.name, m.dtype, m.shape) for m in metadata] == [(n, t.dtype, tuple(t.shape)) for n, t in sent.items()]
+    passed: list[str] = []
+    for _ in range(2):  # each refit sets a new stream
+        passed.clear()
+        source.pairs = lambda: ((n, t) for n, t in sent.items() if passed.append(n) is None)
+        Sender(client=None, source=source, is_sender=False).send_weights()  # type: ignore[arg-type]
+        assert passed == ["a", "b"]
+        assert [name for name, _ in Sender._checked_iter(source, metadata)] == ["a", "b"]
+    source.pairs = lambda: iter([("a", sent["a"])])
+    with pytest.raises(ValueError, match="1 parameters but metadata"):
+        list(Sender._checked_iter(source, metadata))
 
 
 def test_routed_experts_are_refused_where_vllm_cannot_give_them(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ def engine(weight: float) -> ScriptedEngine:
 def test_the_canary_passes_after_a_right_refit_and_sees_a_lost_one() -> None:
     trainer = engine(2.0).score([[1, 2, 3]], [[4, 5]])[0]
     served = engine(1.0)
-    with pytest.raises(MismatchError, match="after the first refit"):
-        check_canary(served, SEQUENCE, trainer, 1e-4)
+    with pytest.raises(MismatchError, match=r"after the first refit(.|\n)*rollout t/0, token 0"):
+        check_canary(served, SEQUENCE, trainer, 1e-4, "t/0")
     served.refit([("w", 2.0)], 1)
-    assert check_canary(served, SEQUENCE, trainer, 1e-4).maximum == 0.0
+    assert check_canary(served, SEQUENCE, trainer, 1e-4, "t/0").maximum == 0.0
 
 
 def test_engines_share_prompts_in_contiguous_parts() -> None:

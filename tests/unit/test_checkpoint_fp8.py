@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools import convert, fp8, verify
+from checkpoint_tools import convert, verify
 from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
 from pivotrl.errors import UserError
+from pivotrl.models import block_fp8
 from tests.checkpoint_makers import CONFIGS, read_all, save_hf
 from tests.true_configs import QWEN3_30B_A3B
 
@@ -22,10 +23,10 @@ from tests.true_configs import QWEN3_30B_A3B
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300), scale=st.floats(-30, 30), seed=st.integers(0, 99))
 def test_every_block_has_its_own_scale(rows: int, columns: int, scale: float, seed: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 10**scale
-    values, scales = fp8.quantise("w", weight)
+    values, scales = block_fp8.quantise("w", weight)
     assert values.dtype == torch.float8_e4m3fn and values.shape == weight.shape
     assert tuple(scales.shape) == (-(-rows // 128), -(-columns // 128)) and scales.dtype == torch.float32
-    back = fp8.dequantise(values, scales, (128, 128), torch.float32)
+    back = block_fp8.dequantise(values, scales, (128, 128), torch.float32)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
@@ -38,11 +39,11 @@ def test_every_block_has_its_own_scale(rows: int, columns: int, scale: float, se
 
 
 def test_zeros_and_what_is_not_finite() -> None:
-    values, scales = fp8.quantise("w", torch.zeros(130, 5))
+    values, scales = block_fp8.quantise("w", torch.zeros(130, 5))
     assert not values.float().any() and scales.eq(1).all()
     for bad in (float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"w: holds NaN"):
-            fp8.quantise("w", torch.tensor([[1.0, bad]]))
+            block_fp8.quantise("w", torch.tensor([[1.0, bad]]))
 
 
 def test_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +71,7 @@ def test_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for name, value in stored.items():
         if name in quantised:
             assert value.dtype == torch.float8_e4m3fn
-            back = fp8.dequantise(value, stored[name + "_scale_inv"], (128, 128), torch.float32)
+            back = block_fp8.dequantise(value, stored[name + "_scale_inv"], (128, 128), torch.float32)
             torch.testing.assert_close(back, source[name].float(), rtol=2**-4, atol=0)
         elif name in source:
             assert torch.equal(value, source[name])
@@ -90,7 +91,7 @@ def test_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_damaged_fp8_folders_are_named(damage: str, tmp_path: Path) -> None:
     save_hf(CONFIGS["llama"], tmp_path / "hf")
     hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=fp8.FP8)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=block_fp8.FP8)
     file, name = tmp_path / "fp8" / "model.safetensors", "model.layers.1.mlp.up_proj.weight_scale_inv"
     tensors = load_file(file)
     if damage == "scale absent":
@@ -111,7 +112,7 @@ def test_what_is_quantised_in_the_true_model(tmp_path: Path) -> None:
     from tests.checkpoint_makers import model_of
 
     model = model_of(QWEN3_30B_A3B, tmp_path)
-    names = {n for e in model.table.values() if fp8.quantised(e) for n in e.hf}
+    names = {n for e in model.table.values() if block_fp8.quantised(e) for n in e.hf}
     assert names == {n for e in model.table.values() for n in e.hf if n.endswith("_proj.weight")}
-    kept = fp8.config_of(model.table.values())["modules_to_not_convert"]
+    kept = block_fp8.config_of(model.table.values())["modules_to_not_convert"]
     assert kept == [*(f"model.layers.{i}.mlp.gate" for i in range(48)), "lm_head"]

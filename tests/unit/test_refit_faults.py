@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pivotrl.generation.direct_load import _misfit, _write_plain
+from pivotrl.generation.direct_load import Workspace, _misfit, _write_plain, joined
 from pivotrl.generation.engine import RefitError
 from pivotrl.generation.refit_verify import RefitVerifier
 from pivotrl.generation.served import Served, served_parameters
@@ -83,8 +83,20 @@ def test_a_served_parameter_of_another_rank_names_both_shapes() -> None:
     """A15: a kernel that made the parameter four-dimensional."""
     served = Served("w13", nn.Identity(), "weight", torch.zeros(2, 2, 2, 2), ["gate", "up"])
     with pytest.raises(RefitError, match=r"gate, up of shapes \[\(4, 2\), \(4, 2\)\] do not fit w13 \(2, 2, 2, 2\)"):
-        _write_plain(served, [torch.zeros(4, 2), torch.zeros(4, 2)])
+        _write_plain(served, [torch.zeros(4, 2), torch.zeros(4, 2)], Workspace())
     assert "fit w13" in str(_misfit(served, [torch.zeros(1)], (3,)))
+
+
+def test_joined_rows_are_viewed_where_they_lie_together_and_copied_elsewhere() -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    space = Workspace()
+    together = joined([whole[:2], whole[2:]], torch.float32, space)
+    assert torch.equal(together, whole) and together.data_ptr() == whole.data_ptr()
+    for parts in ([whole[2:], whole[:2]], [whole[:2], whole[3:]], [whole[:2].clone(), whole[2:]]):
+        got = joined(parts, torch.float32, space)
+        assert torch.equal(got, torch.cat(parts)) and got.untyped_storage().data_ptr() != whole.data_ptr()
+    assert torch.equal(joined([whole[:, :2]], torch.float32, space), whole[:, :2])
+    assert torch.equal(joined([whole], torch.bfloat16, space), whole.to(torch.bfloat16))
 
 
 def test_fused_names_come_in_the_order_of_their_rows() -> None:

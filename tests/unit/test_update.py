@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from pivotrl.config import Config
 from pivotrl.training.batch import Batch
+from pivotrl.training.gate import MismatchError
 from pivotrl.training.nonfinite import NonFiniteError, NonFiniteSteps, suspects
 from pivotrl.training.update import needs_reference, optimizer_steps, update
 from tests.unit.toy_policy import ToyPolicy, batch_of
@@ -103,6 +105,19 @@ def test_policy_gradient_and_dpo_raise_accepted_actions(tmp_path: Path) -> None:
             assert found["dpo_pairs"] == 7
             assert found["dpo_accuracy"] > 0.5
             assert found["mismatch_abs"] > 0
+
+
+@pytest.mark.parametrize("loss", ["clip", "dpo"])
+def test_the_running_gate_stops_and_shows_the_worst_tokens(tmp_path: Path, loss: str) -> None:
+    cfg = config(loss=loss)
+    good = batch_of(REWARDS, cfg.algorithm)
+    spoiled = good.rollouts[0]
+    far = replace(spoiled, logprobs=(-99.0, *spoiled.logprobs[1:]))
+    batch = Batch([far, *good.rollouts[1:]], good.metrics)
+    steps = NonFiniteSteps(tmp_path, 3)
+    update(ToyPolicy(), batch, cfg, 0, steps, mismatch_limit=1e3)  # type: ignore[arg-type]
+    with pytest.raises(MismatchError, match=rf"at step 4(.|\n)*tokens:\n  rollout {far.id}, token 0: .* engine -99"):
+        update(ToyPolicy(), batch, cfg, 4, steps, mismatch_limit=0.5)  # type: ignore[arg-type]
 
 
 def test_no_signal_is_a_named_skip(tmp_path: Path) -> None:  # field report C11

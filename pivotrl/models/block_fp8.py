@@ -47,20 +47,25 @@ def quantise(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises UserError for a weight that is not finite, which no scale can hold.
     """
-    values = torch.empty(weight.shape, dtype=FP8)
-    scales = torch.empty(scale_shape(tuple(weight.shape)), dtype=torch.float32)
+    values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scales = torch.empty(scale_shape(tuple(weight.shape)), dtype=torch.float32, device=weight.device)
     for start in range(0, weight.shape[0], _BAND):
         rows = weight[start : start + _BAND].float()
         blocks = _blocks(rows)
         largest = blocks.abs().amax((1, 3))
         if not largest.isfinite().all():
-            raise UserError(f"{name}: holds NaN or infinity, which FP8 with scales cannot; export with --dtype bf16")
+            raise UserError(f"{name}: holds NaN or infinity, which FP8 with scales cannot; store it in bfloat16")
         scale = torch.where(largest > 0, (largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny), 1.0)
         scaled = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST)
         flat = scaled.reshape(-1, scaled.shape[2] * BLOCK)[: rows.shape[0], : rows.shape[1]]
         values[start : start + _BAND] = flat.to(FP8)
         scales[start // BLOCK : start // BLOCK + scale.shape[0]] = scale
     return values, scales
+
+
+def is_finite(values: Tensor) -> bool:
+    """FP8 values without a NaN (e4m3fn has no infinity)."""
+    return not bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any())
 
 
 def dequantise(values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
