@@ -190,7 +190,11 @@ class VllmEngine(StatefulEngine):
         groups: list[list[Completion | None]] = [[] for _ in prompts]
         for i in order:
             groups[i] = [None] * n
-        with closing(self._run(requests, params)) as outputs:
+        import torch
+
+        # CPU builds draw from torch's global generator in every step, also for requests with seeds; how often an engine
+        # was asked must not show in the state of a run that continues
+        with torch.random.fork_rng(devices=[]), closing(self._as_they_finish(requests, params)) as outputs:
             for place, output in outputs:
                 i, k = places[place]
                 completion = groups[i][k] = self._completion(output)
@@ -200,7 +204,7 @@ class VllmEngine(StatefulEngine):
         _refuse_non_finite(found)
         return found
 
-    def _run(self, requests: list[Any], params: list[Any]) -> Generator[tuple[int, Any]]:
+    def _as_they_finish(self, requests: list[Any], params: list[Any]) -> Generator[tuple[int, Any]]:
         """(number of the request, its output) of each request as it finishes. None is left if the caller stops."""
         if not requests:
             return

@@ -58,12 +58,12 @@ class Returns:
     """The engine, as a GPU build behaves: outputs come with the experts of their tokens."""
 
     def __init__(self, engine: Any, folder: Path) -> None:
-        self.engine, self.run = engine, engine._run
+        self.engine, self.run = engine, engine._as_they_finish
         self.known: dict[tuple[int, ...], np.ndarray] = {}
         engine._routed = RoutedLayers.of_folder(folder)
-        engine._run = self._run
+        engine._as_they_finish = self._as_they_finish
 
-    def _run(self, requests: list[Any], params: list[Any]) -> Generator[tuple[int, Any]]:
+    def _as_they_finish(self, requests: list[Any], params: list[Any]) -> Generator[tuple[int, Any]]:
         for number, output in list(self.run(requests, params)):
             sample = output.outputs[0]
             prompt = tuple(requests[number]["prompt_token_ids"])

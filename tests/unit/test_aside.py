@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +14,10 @@ import pytest
 from pivotrl.config import Algorithm, Config, Experts, Generation, Reprofile
 from pivotrl.generation.base import StatefulEngine
 from pivotrl.generation.engine import Completion, EngineStateError
+from pivotrl.local_rollouts import State
 from pivotrl.refit.layout import EngineLayout
 from pivotrl.rollouts import Rollout
-from pivotrl.training.aside import ServerHandover
+from pivotrl.training.aside import ServerHandover, recorded_rollouts
 from pivotrl.training.handover import Handover, check_weight_version
 from pivotrl.trajectories.schema import Action
 from pivotrl.validation import conflicts
@@ -106,6 +110,23 @@ def test_a_run_that_continues_takes_what_was_sampled() -> None:
     run.trainer.weights = "w3"
     run.handover.begin(run.engine, 3, lambda: None)  # it was to end there
     assert run.step(3) == (3, "w3", 3)
+
+
+def test_what_was_sampled_is_found_in_the_log(tmp_path: Path) -> None:
+    states = [State(SimpleNamespace(id=f"t{i}"), (1, 2)) for i in range(3)]  # type: ignore[arg-type]
+
+    def rollout(turn: str, index: int) -> Rollout:
+        return Rollout(turn, index, 2, Completion((5, index), (-0.5, -0.25), "stop", 3), Action("x"), Verdict(1.0, "x"))
+
+    drawn_twice = [rollout(turn, index) for turn in ("t1", "t1", "t2") for index in (0, 1)]
+    rows = [(3, rollout("t0", 0)), *((4, r) for r in drawn_twice)]
+    log = tmp_path / "rollouts.jsonl"
+    log.write_text("".join(json.dumps({"step": step, **r.to_json()}) + "\n" for step, r in rows))
+    found = recorded_rollouts(log, 4, states)
+    assert found is not None
+    assert [s.turn.id for s in found[0]] == ["t1", "t1", "t2"]
+    assert [r for group in found[1] for r in group] == drawn_twice and len(found[1]) == 3
+    assert recorded_rollouts(log, 9, states) is None and recorded_rollouts(tmp_path / "none", 4, states) is None
 
 
 def test_what_fails_beside_the_update_is_raised_after_it() -> None:
