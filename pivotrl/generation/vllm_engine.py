@@ -159,7 +159,7 @@ class VllmEngine(StatefulEngine):
         # seeds that are not neighbours
         requests = [{"prompt_token_ids": list(prompts[i])} for i in order for _ in range(n)]
         params = [self._params(sampling, sample_seed(seeds[i], k)) for i in order for k in range(n)]
-        outputs = self._llm.generate(requests, params, use_tqdm=False) if requests else []
+        outputs = self._run(requests, params) if requests else []
         completions = [self._completion(output) for output in outputs]
         groups: list[list[Completion]] = [[]] * len(prompts)
         for place, i in enumerate(order):
@@ -173,13 +173,22 @@ class VllmEngine(StatefulEngine):
         whole = [[*prompt, *continuation] for prompt, continuation in zip(prompts, continuations, strict=True)]
         check_lengths(whole, 1, self._max_length)
         check_token_ids(whole, self._vocabulary)
-        # a seed, so that the token that nobody asked for is not drawn from torch's global generator
+        # with a seed, although nobody asks for the token: nothing is drawn from a global generator
         params = self._vllm.SamplingParams(max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False)
-        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
+        outputs = self._run([{"prompt_token_ids": ids} for ids in whole], params)
         return [
             [float(output.prompt_logprobs[i][ids[i]].logprob) for i in range(len(prompt), len(ids))]
             for output, ids, prompt in zip(outputs, whole, prompts, strict=True)
         ]
+
+    def _run(self, requests: list[Any], params: Any) -> list[Any]:
+        """vLLM's outputs. torch's global generator stays where it was, though CPU builds draw from it in every step, also
+        for requests with seeds: how often an engine was asked must not show in the state of a run that continues."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            outputs: list[Any] = self._llm.generate(requests, params, use_tqdm=False)
+        return outputs
 
     def _sleep(self, discard_weights: bool) -> None:
         """On CPU builds no memory moves; the same order of calls is demanded."""
