@@ -182,8 +182,9 @@ class VllmEngine(StatefulEngine):
         ]
 
     def _run(self, requests: list[Any], params: Any) -> list[Any]:
-        """vLLM's outputs. torch's global generator stays where it was, though CPU builds draw from it in every step, also
-        for requests with seeds: how often an engine was asked must not show in the state of a run that continues."""
+        """vLLM's outputs. torch's global generator stays where it was, though CPU builds draw from it in every step,
+        also for requests with seeds: how often an engine was asked must not show in the state of a run that continues.
+        """
         import torch
 
         with torch.random.fork_rng(devices=[]):
