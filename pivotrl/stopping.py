@@ -160,8 +160,11 @@ def _on_signal(number: int, frame: Any) -> None:
 def _of_a_launcher(number: int) -> bool:
     """Whether srun or torchrun sends it, once, because another process has stopped already: ours is still saving."""
     global _peer_ended
-    path = os.environ.get(STOP_FILE)
-    if number != signal.SIGTERM or _peer_ended or not path or not os.path.exists(path):
+    try:  # the note is there, and no empty file that the launcher made
+        noted = os.path.getsize(os.environ[STOP_FILE]) > 0
+    except (KeyError, OSError):
+        noted = False
+    if number != signal.SIGTERM or _peer_ended or not noted:
         return False
     _peer_ended = True
     return True

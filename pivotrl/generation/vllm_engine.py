@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,11 +190,7 @@ class VllmEngine(StatefulEngine):
         groups: list[list[Completion | None]] = [[] for _ in prompts]
         for i in order:
             groups[i] = [None] * n
-        import torch
-
-        # CPU builds draw from torch's global generator in every step, also for requests with seeds; how often an engine
-        # was asked must not show in the state of a run that continues
-        with torch.random.fork_rng(devices=[]), closing(self._as_they_finish(requests, params)) as outputs:
+        with _global_generator_kept(), closing(self._as_they_finish(requests, params)) as outputs:
             for place, output in outputs:
                 i, k = places[place]
                 completion = groups[i][k] = self._completion(output)
@@ -226,9 +222,10 @@ class VllmEngine(StatefulEngine):
         whole = [[*prompt, *continuation] for prompt, continuation in zip(prompts, continuations, strict=True)]
         check_lengths(whole, 1, self._max_length)
         check_token_ids(whole, self._vocabulary)
-        # a seed, so that the token that nobody asked for is not drawn from torch's global generator
+        # with a seed, although nobody asks for the token: nothing is drawn from a global generator
         params = self._vllm.SamplingParams(max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False)
-        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
+        with _global_generator_kept():
+            outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
         return [
             [float(output.prompt_logprobs[i][ids[i]].logprob) for i in range(len(prompt), len(ids))]
             for output, ids, prompt in zip(outputs, whole, prompts, strict=True)
@@ -314,3 +311,13 @@ def _refuse_non_finite(groups: list[list[Completion]]) -> None:
     ]
     if samples:
         raise NonFiniteLogprobs(samples)
+
+
+@contextmanager
+def _global_generator_kept() -> Iterator[None]:
+    """CPU builds draw from torch's global generator in every step, also for requests with seeds: how often an engine
+    was asked must not show in the state of a run that continues."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        yield

@@ -273,10 +273,10 @@ def test_a_checkpoint_that_could_not_be_continued(place: Place) -> None:
     state.parent.mkdir(parents=True)
     state.write_text("{}")
     assert told(place, "train", "parallel.expert=16", "tracking.name=x") == []
-    (problem,) = told(place, "train", "algorithm.group_size=4")
-    assert "holds an interrupted train" in problem and "algorithm.group_size: " in problem
-    (problem,) = told(place, "train", "algorithm.steps=1")
-    assert "algorithm.steps: " in problem and "(2 steps are done)" in problem
+    found = told(place, "train", "algorithm.group_size=4")
+    assert any("holds an interrupted train" in text and "algorithm.group_size: " in text for text in found), found
+    found = told(place, "train", "algorithm.steps=1")
+    assert any("algorithm.steps: " in text and "(2 steps are done)" in text for text in found), found
 
 
 def test_all_problems_come_in_one_list(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

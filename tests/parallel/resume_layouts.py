@@ -93,7 +93,7 @@ def run(models: Path, number: int) -> None:
         policy.train_step(batch(), objective, 0.8)
     wanted = {n: t.clone() for n, t in policy.hf_weights()}
     if dist.get_rank() == 0:
-        save_file(wanted, models / f"{number}-wanted.safetensors")
+        save_file({n: t.contiguous() for n, t in wanted.items()}, models / f"{number}-wanted.safetensors")
     shutdown_groups()
     policy = load(models / name, second, precision)
     state.load(policy, one, 2, 2)
@@ -122,7 +122,7 @@ def leave_one(models: Path) -> None:
     save(policy, models / "alone")
     for _ in range(2):
         policy.train_step(batch(), objective, 0.8)
-    save_file({n: t.clone() for n, t in policy.hf_weights()}, models / "alone-wanted.safetensors")
+    save_file({n: t.clone().contiguous() for n, t in policy.hf_weights()}, models / "alone-wanted.safetensors")
 
 
 def go_on(models: Path, name: str) -> None:
