@@ -1,7 +1,6 @@
 """Run under torchrun by test_layouts.py: every layout against Hugging Face in float32.
 
-Arguments: folder with models and references; "interleaved" takes the layouts with virtual pipeline stages. Prints one line
-a case; a difference ends with a non-zero status.
+Arguments: folder with models and references. Prints one line a case; a difference ends with a non-zero status.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ CASES: list[tuple[str, Parallel]] = [
     ("llama", Parallel(tensor=2)),  # vocabulary padded and split, tied head
     ("llama", Parallel(tensor=2, sequence=True)),
     ("llama", Parallel(pipeline=2)),  # the tied head is a copy on the last stage
+    ("llama", Parallel(pipeline=2, virtual_pipeline=2)),
     ("llama", Parallel(context=2)),
     ("qwen3_moe", Parallel()),
     ("qwen3_moe", Parallel(tensor=2, sequence=True)),
@@ -47,13 +47,9 @@ CASES: list[tuple[str, Parallel]] = [
     ("qwen3_moe", Parallel(pipeline=2)),
     ("qwen3_moe", Parallel(tensor=2, sequence=True, pipeline=2)),
     ("qwen3_moe", Parallel(pipeline=2, expert=2, first_stage_layers=1)),
+    ("qwen3_moe", Parallel(pipeline=2, expert=2, virtual_pipeline=2)),
     ("qwen3_moe", Parallel(context=2, expert=2)),
 ]
-INTERLEAVED: list[tuple[str, Parallel]] = [
-    ("llama", Parallel(pipeline=2, virtual_pipeline=2)),
-    ("qwen3_moe", Parallel(pipeline=2, expert=2, virtual_pipeline=2)),
-]
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def batch() -> list[TokenSequence]:
@@ -130,22 +126,21 @@ def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], *
     assert apart < 2e-5 and losses[-1] < losses[0] - 0.05, f"{what}: {losses}, Hugging Face: {wanted['losses']}"
 
 
-def main(folder: Path, interleaved: bool) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
     references = {n: torch.load(folder / f"{n}.reference", weights_only=False) for n in ("llama", "qwen3_moe")}
-    for name, parallel in INTERLEAVED if interleaved else CASES:
+    for name, parallel in CASES:
         check(folder, name, parallel, references[name])
         shutdown_groups()
-    plain = (("qwen3_moe", Parallel(expert=2)), ("llama", Parallel(pipeline=2)))
-    for name, parallel in INTERLEAVED[:1] if interleaved else plain:
-        check(folder, name, parallel, references[name], **OVERLAP)
+    overlapped = (Parallel(expert=2), Parallel(pipeline=2), Parallel(pipeline=2, virtual_pipeline=2))
+    for name, parallel in zip(("qwen3_moe", "llama", "llama"), overlapped, strict=True):
+        check(folder, name, parallel, references[name], overlap_grad_reduce=True, overlap_param_gather=True)
         shutdown_groups()
-    if not interleaved:
-        check_balance(folder / "qwen3_moe", Parallel(2, context=2, expert=2, sequence=True), references["qwen3_moe"])
-        shutdown_groups()
+    check_balance(folder / "qwen3_moe", Parallel(2, context=2, expert=2, sequence=True), references["qwen3_moe"])
+    shutdown_groups()
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), interleaved=sys.argv[2:] == ["interleaved"])
+    main(Path(sys.argv[1]))
