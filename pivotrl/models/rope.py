@@ -77,9 +77,10 @@ class Rope:
         if kind in ("llama3", "yarn"):
             # a model's own key goes before the scaling's, as in transformers
             original = config.get("original_max_position_embeddings", settings.get("original_max_position_embeddings"))
-            if original is None and limit is None:
+            original = limit if original is None else original
+            if original is None:
                 raise UserError(f"config.json: rope type '{kind}' lacks 'original_max_position_embeddings'")
-            found["original"] = int(limit if original is None else original)
+            found["original"] = int(original)
         if kind == "llama3":
             found |= {"low": _number(settings, "low_freq_factor"), "high": _number(settings, "high_freq_factor")}
             if found["low"] >= found["high"]:

@@ -78,9 +78,10 @@ def served(name: str, full: Tensor, dims: Dims, t: int, size: int, expert: int) 
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         rows = 128 // size
         return full[t * rows : (t + 1) * rows]
-    if name.endswith(("k_proj.weight", "v_proj.weight")) and size > dims.kv_heads:
+    if name.endswith(("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")) and size > dims.kv_heads:
         return full.chunk(dims.kv_heads, 0)[t * dims.kv_heads // size]
-    if name.endswith(tuple(f"{x}_proj.weight" for x in ("q", "k", "v", "gate", "up"))):
+    columns = [f"{x}_proj.weight" for x in ("q", "k", "v", "gate", "up")]
+    if name.endswith((*columns, "q_proj.bias", "k_proj.bias", "v_proj.bias")):
         return full.chunk(size, 0)[t]
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return full.chunk(size, 1)[t]
