@@ -69,6 +69,6 @@ def test_the_step_is_that_of_separate_sequences(
     (tree, after), (flat, separate) = found
     assert flat["tokens_unique"] == tree["tokens_total"] > 4 * tree["tokens_unique"]
     for key in ("loss", "grad_norm", "target_tokens"):
-        assert tree[key] == pytest.approx(flat[key], rel=1e-5), key
+        assert tree[key] == pytest.approx(flat[key], rel=1e-4), key
     for name, weight in separate.items():
         torch.testing.assert_close(after[name], weight, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
