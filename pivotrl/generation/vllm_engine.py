@@ -268,6 +268,7 @@ class VllmEngine(StatefulEngine):
             top_k=sampling.top_k,
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=self._stop_token_ids,
+            ignore_eos=True,  # only our stop ids end a completion, as in the server engine
             seed=seed,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
