@@ -66,6 +66,9 @@ class Learner:
 
         return gather_groups(len(prompts), mine, sample) if WORLD > 1 else sample()
 
+    def forget(self) -> None:
+        self._engine.forget()
+
 
 def source(cfg: Config, run_dir: Path, learner: Learner) -> PivotSource:
     ids = {row["turn_id"] for row in read_jsonl(run_dir / "select" / "pivots.jsonl")}
