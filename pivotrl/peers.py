@@ -24,6 +24,22 @@ def wait_for_peers() -> None:
         agree.wait()
 
 
+def parts(make: Callable[[], Result]) -> list[Result]:
+    """What every process made, on every process. An error of one is raised on all, so that none waits for it."""
+    from pivotrl.policy import agree
+
+    own: tuple[Result | None, Exception | None]
+    try:
+        own = (make(), None)
+    except Exception as error:
+        own = (None, error)
+    everyone = agree.everyone(own)
+    for _, failed in everyone:
+        if failed is not None:
+            raise failed
+    return [part for part, _ in everyone]  # type: ignore[misc]
+
+
 def work_together(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
     """`work(items)`, one result an item, in order: each process does a share, and all hold the same results.
 
@@ -36,16 +52,7 @@ def work_together(items: Sequence[Item], work: Callable[[Sequence[Item]], list[R
 
     rank, world = agree.rank(), agree.world()
     mine = items[len(items) * rank // world : len(items) * (rank + 1) // world]
-    own: tuple[list[Result], Exception | None]
-    try:
-        own = (work(mine), None)
-    except Exception as error:
-        own = ([], error)
-    everyone = agree.everyone(own)
-    for _, failed in everyone:
-        if failed is not None:
-            raise failed
-    return [result for part, _ in everyone for result in part]
+    return [result for part in parts(lambda: work(mine)) for result in part]
 
 
 def sum_of_all(counts: Mapping[str, float]) -> dict[str, float]:
@@ -68,15 +75,4 @@ def from_first(make: Callable[[], Result]) -> Result:
     """
     if _alone():
         return make()
-    from pivotrl.policy import agree
-
-    made: tuple[Result | None, Exception | None] = (None, None)
-    if keeps_books():
-        try:
-            made = (make(), None)
-        except Exception as error:
-            made = (None, error)
-    value, failed = agree.everyone(made)[0]
-    if failed is not None:
-        raise failed
-    return value  # type: ignore[return-value]
+    return parts(lambda: make() if keeps_books() else None)[0]  # type: ignore[return-value]

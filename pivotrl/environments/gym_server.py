@@ -23,11 +23,11 @@ from pivotrl.environments.base import NoExpert, Outcome, Task
 from pivotrl.environments.procedural import SPLITS, TurnEpisode
 from pivotrl.errors import UserError
 from pivotrl.io import read_jsonl
-from pivotrl.strict import suggestion
 from pivotrl.trajectories.formats.responses import state_of
 from pivotrl.trajectories.gym_rows import items_of
 from pivotrl.trajectories.normalise import RowError
 from pivotrl.trajectories.schema import JsonDict, ToolCall, Trajectory
+from pivotrl.verifiers.options import read_settings
 
 _DEFAULTS: dict[str, Any] = {
     "url": "",  # http://host:port of the resources server
@@ -45,10 +45,7 @@ class GymServer:
     waits = True
 
     def __init__(self, **options: Any) -> None:
-        if unknown := sorted(set(options) - set(_DEFAULTS)):
-            hint = suggestion(unknown[0], list(_DEFAULTS))
-            raise UserError(f"environment.options: nemo_gym has no option {unknown[0]!r}.{hint}")
-        self.options = {**_DEFAULTS, **options}
+        self.options = read_settings("environment.options of nemo_gym", options, _DEFAULTS)
         url = str(self.options["url"])
         if not url.startswith(("http://", "https://")):
             raise UserError(f"environment.options.url is {url!r}; give the address of the resources server, http://...")

@@ -97,9 +97,7 @@ class TurnEpisode(ABC):
         self.messages.append(message)
         for row, call in zip(calls, action.tool_calls, strict=True):
             # A turn that could be read only in part is carried out not at all: its intent is not known.
-            content = (
-                '{"error":"not run: part of the message could not be read"}' if action.problems else self.run(call)
-            )
+            content = _NOT_RUN if action.problems else self.run(call)
             self.messages.append({"role": "tool", "tool_call_id": row["id"], "name": call.name, "content": content})
 
 

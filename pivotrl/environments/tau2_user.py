@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pivotrl.errors import UserError
-from pivotrl.strict import suggestion
 from pivotrl.trajectories.schema import JsonDict, ToolCall
 from pivotrl.verifiers.judge_client import ChatClient, JudgeError
+from pivotrl.verifiers.options import read_settings
 
 STOP = "###STOP###"
 STOPS = (STOP, "###TRANSFER###", "###OUT-OF-SCOPE###")
@@ -126,9 +126,7 @@ def user_settings(options: Any) -> JsonDict | None:
     where = "environment.options.user"
     if not isinstance(options, dict):
         raise UserError(f'{where} is {options!r}; it is "scenario", or a mapping with base_url and model')
-    if unknown := sorted(set(options) - set(_OPTIONS)):
-        raise UserError(f"{where}: no key {unknown[0]!r}.{suggestion(unknown[0], list(_OPTIONS))}")
-    settings = {**_OPTIONS, **options}
+    settings = read_settings(where, options, _OPTIONS)
     if missing := [key for key in ("base_url", "model") if not settings[key]]:
         raise UserError(f"{where}: {' and '.join(missing)} missing; name the endpoint and the model that it serves")
     return settings

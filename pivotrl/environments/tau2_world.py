@@ -23,13 +23,13 @@ from pivotrl.environments.tau2 import DOMAINS, beginning, installed
 from pivotrl.environments.tau2_state import Domain, State
 from pivotrl.environments.tau2_user import STOPS, ModelUser, ScenarioUser, User, open_client, user_settings
 from pivotrl.errors import UserError
-from pivotrl.strict import suggestion
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Trajectory
+from pivotrl.verifiers.options import read_settings
 
 GREETING = "Hi! How can I help you today?"  # how the benchmark begins every dialogue
 _DEFAULTS: dict[str, Any] = {
     "domain": "retail",
-    "user": "scenario",  # or {base_url, model, ...}: tau2_user
+    "user": None,  # the scenario as it is written, or {base_url, model, ...}: tau2_user
     "max_errors": 10,  # failed calls of an episode, as in the benchmark
 }
 
@@ -41,10 +41,7 @@ class Tau2World:
     waits = True  # a step asks a model: episodes take theirs in threads
 
     def __init__(self, **options: Any) -> None:
-        if unknown := sorted(set(options) - set(_DEFAULTS)):
-            hint = suggestion(unknown[0], list(_DEFAULTS))
-            raise UserError(f"environment.options: tau2 has no option {unknown[0]!r}.{hint}")
-        self.options = {**_DEFAULTS, **options}
+        self.options = read_settings("environment.options of tau2", options, _DEFAULTS)
         self.domain = str(self.options["domain"])
         if self.domain not in DOMAINS:
             raise UserError(f"environment.options.domain is {self.domain!r}; tau2 has {', '.join(DOMAINS)}")

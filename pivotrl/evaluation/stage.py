@@ -62,7 +62,9 @@ class Evaluator:
         e = cfg.evaluate
         self.sets = read_sets(e.ood_path, e.ood_rows) if e.ood_path else []
         self.drift = DriftProbe(cfg, run_dir, bench, engine, self.sets) if e.drift else None
-        if cfg.environment.name is None:
+        name = cfg.environment.name
+        self.environment = None if name is None else get_environment(name, cfg.environment.options)
+        if self.environment is None:
             turns = draw_turns(read_turns(run_dir, "validation"), cfg.evaluate.tasks, cfg.seed)
             self.states, _ = states_of(turns, cfg, run_dir, bench.renderer, bench.verifier)
             if not self.states:
@@ -106,15 +108,14 @@ class Evaluator:
 
     def _in_domain(self, sampling: Sampling, trials: int, label: dict[str, str]) -> dict[str, Any]:
         cfg, bench = self.cfg, self.bench
-        if cfg.environment.name is None:
+        if self.environment is None:
             roller = LocalRoller(self.engine, bench.renderer, bench.verifier, sampling)
             found = evaluate_turns(self.states, roller, trials, cfg.seed)
             self._spend(found.pop("cost"))
             return found
-        environment = get_environment(cfg.environment.name, cfg.environment.options)
-        tasks = evaluation_tasks(cfg, self.run_dir, environment, cfg.evaluate.split, cfg.evaluate.tasks)
+        tasks = evaluation_tasks(cfg, self.run_dir, self.environment, cfg.evaluate.split, cfg.evaluate.tasks)
         actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
-        found, rows = play(environment, tasks, trials, cfg.environment.max_turns, actor)
+        found, rows = play(self.environment, tasks, trials, cfg.environment.max_turns, actor)
         append_jsonl(self.episodes, ({**label, **row} for row in rows))
         self._spend(actor.cost)
         return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pivotrl.generation.engine import Completion
+from pivotrl.peers import parts
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -34,16 +35,4 @@ def gather_groups(
 
 def merged(mine: Callable[[], dict[K, V]]) -> dict[K, V]:
     """The parts that the ranks found, put together on all of them. An error of one is raised on all."""
-    import torch.distributed as dist
-
-    own: tuple[dict[K, V], Exception | None]
-    try:
-        own = (mine(), None)
-    except Exception as error:
-        own = ({}, error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    for _, failed in everyone:
-        if failed is not None:
-            raise failed
-    return {key: value for part, _ in everyone for key, value in part.items()}
+    return {key: value for part in parts(mine) for key, value in part.items()}

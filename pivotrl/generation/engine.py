@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,3 +119,15 @@ class NonFiniteLogprobs(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:  # it travels between ranks
         return type(self), (self.samples,)
+
+
+def refuse_non_finite(groups: Sequence[Sequence[Completion]]) -> None:
+    """Raises NonFiniteLogprobs that names each such sample and its first such token."""
+    samples = [
+        (i, k, next(t for t, value in enumerate(c.logprobs) if not math.isfinite(value)))
+        for i, group in enumerate(groups)
+        for k, c in enumerate(group)
+        if not all(map(math.isfinite, c.logprobs))
+    ]
+    if samples:
+        raise NonFiniteLogprobs(samples)

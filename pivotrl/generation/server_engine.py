@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pivotrl.errors import UserError
 from pivotrl.generation.base import StatefulEngine
-from pivotrl.generation.engine import Completion, NonFiniteLogprobs, OnFinished, RefitError, Sampling
+from pivotrl.generation.engine import Completion, OnFinished, RefitError, Sampling, refuse_non_finite
 from pivotrl.generation.http_json import HttpError, JsonClient
 from pivotrl.generation.refit_check import ExpectedWeights, RefitCheck
 from pivotrl.generation.requests import check_lengths, check_request, first_seed
@@ -105,14 +105,7 @@ class ServerEngine(StatefulEngine):
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        bad = [
-            (i, k, next(t for t, value in enumerate(c.logprobs) if not math.isfinite(value)))
-            for i, group in enumerate(groups)
-            for k, c in enumerate(group)
-            if not all(map(math.isfinite, c.logprobs))
-        ]
-        if bad:
-            raise NonFiniteLogprobs(bad)
+        refuse_non_finite(groups)
         return groups
 
     def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -14,7 +13,7 @@ from pivotrl.config import Generation
 from pivotrl.errors import UserError
 from pivotrl.generation.base import StatefulEngine
 from pivotrl.generation.data_parallel import gather_groups, share
-from pivotrl.generation.engine import Completion, NonFiniteLogprobs, OnFinished, Sampling
+from pivotrl.generation.engine import Completion, OnFinished, Sampling, refuse_non_finite
 from pivotrl.generation.refit_check import ExpectedWeights
 from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
 from pivotrl.generation.routed import RoutedLayers
@@ -81,14 +80,35 @@ class VllmEngine(StatefulEngine):
             )
         if distributed and self._on_cpu:
             vllm_setup.remove_stale_shared_memory()
+        self._routed = RoutedLayers.of_folder(model_dir) if generation.routed_experts else None
+        with vllm_setup.quiet():
+            self._llm = self._vllm.LLM(**self._arguments(model_dir, dtype, seed, distributed))
+        self._model_config = self._llm.llm_engine.model_config
+        self._vocabulary = self._model_config.get_vocab_size()
+        from pivotrl.generation.served import ignored_biases
+        from pivotrl.generation.vllm_refit import VllmRefit
+
+        tensor_rank = int(os.environ.get("RANK", "0")) % generation.tensor_parallel
+        self._refit = VllmRefit(self._llm, vllm_setup, model_dir, generation, tensor_rank)
+        names = list(expected.shapes)
+        if ignored := self._llm.apply_model(lambda model: ignored_biases(model, names))[0]:
+            self.close()
+            raise UserError(
+                f"{model_dir}: vLLM's model of this architecture has no {ignored[0]} ({len(ignored)} biases), "
+                "so it would serve another model than the one that is trained; use a model without them"
+            )
+
+    def _arguments(self, model_dir: Path, dtype: str, seed: int, distributed: bool) -> dict[str, Any]:
+        """Of vLLM's LLM. Raises UserError for what a CPU build cannot do."""
+        generation = self._generation
         arguments: dict[str, Any] = {
             "model": str(model_dir),
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # no sampling defaults or stop ids from the folder
             "dtype": _DTYPES[dtype],
-            "max_model_len": max_length,
+            "max_model_len": self._max_length,
             "max_num_seqs": generation.max_sequences,
-            "max_num_batched_tokens": max(max_length, _PREFILL_TOKENS),
+            "max_num_batched_tokens": max(self._max_length, _PREFILL_TOKENS),
             "block_size": _BLOCK_TOKENS,
             "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",
@@ -96,7 +116,6 @@ class VllmEngine(StatefulEngine):
             "seed": seed,
             "use_tqdm_on_load": False,
         }
-        self._routed = RoutedLayers.of_folder(model_dir) if generation.routed_experts else None
         if generation.routed_experts:
             if self._on_cpu:
                 raise UserError("generation.routed_experts: CPU builds of vLLM cannot give them back; set it to false")
@@ -116,22 +135,7 @@ class VllmEngine(StatefulEngine):
             if self._on_cpu:
                 raise UserError("generation.expert_parallel: CPU builds of vLLM cannot spread experts; set it to false")
             arguments["enable_expert_parallel"] = True
-        with vllm_setup.quiet():
-            self._llm = self._vllm.LLM(**arguments)
-        self._model_config = self._llm.llm_engine.model_config
-        self._vocabulary = self._model_config.get_vocab_size()
-        from pivotrl.generation.served import ignored_biases
-        from pivotrl.generation.vllm_refit import VllmRefit
-
-        tensor_rank = int(os.environ.get("RANK", "0")) % generation.tensor_parallel
-        self._refit = VllmRefit(self._llm, vllm_setup, model_dir, generation, tensor_rank)
-        names = list(ExpectedWeights.from_folder(model_dir).shapes)
-        if ignored := self._llm.apply_model(lambda model: ignored_biases(model, names))[0]:
-            self.close()
-            raise UserError(
-                f"{model_dir}: vLLM's model of this architecture has no {ignored[0]} ({len(ignored)} biases), "
-                "so it would serve another model than the one that is trained; use a model without them"
-            )
+        return arguments
 
     @property
     def layout(self) -> EngineLayout:
@@ -197,7 +201,7 @@ class VllmEngine(StatefulEngine):
                 if on_finished:
                     on_finished(i, k, completion)
         found = [[c for c in group if c is not None] for group in groups]
-        _refuse_non_finite(found)
+        refuse_non_finite(found)
         return found
 
     def _as_they_finish(self, requests: list[Any], params: list[Any]) -> Generator[tuple[int, Any]]:
@@ -301,17 +305,6 @@ def _has_process_groups() -> bool:
     import torch
 
     return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
-
-
-def _refuse_non_finite(groups: list[list[Completion]]) -> None:
-    samples = [
-        (i, k, next(t for t, value in enumerate(c.logprobs) if not math.isfinite(value)))
-        for i, group in enumerate(groups)
-        for k, c in enumerate(group)
-        if not all(map(math.isfinite, c.logprobs))
-    ]
-    if samples:
-        raise NonFiniteLogprobs(samples)
 
 
 @contextmanager

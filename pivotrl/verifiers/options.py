@@ -1,4 +1,4 @@
-"""Reading a verifier's options: unknown keys and wrong values are the user's error, named with a suggestion."""
+"""Reading the options of a verifier or an environment: unknown keys and wrong values are named, with a suggestion."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pivotrl.errors import UserError
 
 
 def read_options(verifier: str, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`read_settings` of a verifier."""
+    return read_settings(f"verifier {verifier}", options, defaults)
+
+
+def read_settings(where: str, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """`defaults` overlaid with `options`; a key that is not in `defaults`, or a value of another kind, is refused.
 
     A default of None takes any value; an int stands where a float is expected, a bool never stands for a number.
@@ -18,7 +23,7 @@ def read_options(verifier: str, options: dict[str, Any], defaults: dict[str, Any
             near = difflib.get_close_matches(str(key), defaults, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             known = ", ".join(sorted(defaults)) or "none"
-            raise UserError(f"verifier {verifier}: unknown option {key!r}.{hint} Known options: {known}.")
+            raise UserError(f"{where}: unknown option {key!r}.{hint} Known options: {known}.")
         wanted = defaults[key]
         if wanted is None:
             continue
@@ -27,7 +32,7 @@ def read_options(verifier: str, options: dict[str, Any], defaults: dict[str, Any
         )
         if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(wanted, bool)):
             raise UserError(
-                f"verifier {verifier}: option {key!r} is {value!r}; it must be of type {type(wanted).__name__}, "
+                f"{where}: option {key!r} is {value!r}; it must be of type {type(wanted).__name__}, "
                 f"like its default {wanted!r}."
             )
     return {**defaults, **options}

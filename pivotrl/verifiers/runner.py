@@ -256,21 +256,21 @@ class VerifierRunner:
     # --- workers
 
     def _run(self, work: _Work) -> None:
-        pairs, pending, results = work.pairs, work.pending, work.results
+        pending = work.pending
         try:
             while pending or any(worker.queue for worker in self._pool) or not work.arrivals.done:
                 self._hire(pending)
                 active = sum(bool(w.queue) for w in self._pool) - self._stuck()
                 for worker in self._pool:
                     if pending and not worker.busy and active < self.workers:
-                        self._assign(worker, pairs, pending, results)
+                        self._assign(worker, work)
                         active += 1
                 self._wait(work.arrivals)
                 if work.arrivals.abandoned:
                     raise _Abandoned
                 self._admit(work)
                 for worker in list(self._pool):
-                    self._collect(worker, pairs, pending, results)
+                    self._collect(worker, work)
             for worker in self._pool[self.workers :]:
                 self._dismiss(worker)
         except BaseException as error:  # an interrupt too: the workers are in the middle of something
@@ -305,10 +305,9 @@ class VerifierRunner:
         latest = time.monotonic() - self._grace
         return sum(bool(w.queue) and w.since < latest for w in self._pool)
 
-    def _assign(
-        self, worker: WorkerProcess, pairs: Sequence[Pair], pending: deque[int], results: list[Verdict | None]
-    ) -> None:
+    def _assign(self, worker: WorkerProcess, work: _Work) -> None:
         """Give the worker the next pairs of one turn."""
+        pairs, pending = work.pairs, work.pending
         limit = max(1, min(_CHUNK, len(pending) // (2 * self.workers)))
         turn = pairs[pending[0]][0]
         chunk: list[int] = []
@@ -321,7 +320,7 @@ class VerifierRunner:
             try:
                 worker.outbox += frame((turn, [(chunk[0], pairs[chunk[0]][1])]))
             except Exception:
-                results[chunk[0]] = Verdict(None, UNSENDABLE, {"error": f"{type(error).__name__}: {error}"[:200]})
+                work.results[chunk[0]] = Verdict(None, UNSENDABLE, {"error": f"{type(error).__name__}: {error}"[:200]})
                 return
             chunk = chunk[:1]
         worker.queue = chunk
@@ -345,9 +344,7 @@ class VerifierRunner:
                     wake = min(wake, worker.since + (grace if age < grace else self._limit(worker)))
             selector.select(max(0.0, wake - now) + 0.001)
 
-    def _collect(
-        self, worker: WorkerProcess, pairs: Sequence[Pair], pending: deque[int], results: list[Verdict | None]
-    ) -> None:
+    def _collect(self, worker: WorkerProcess, work: _Work) -> None:
         """Take what the worker has answered; judge its health after that, so that a late reader blames nobody."""
         alive = worker.flush()
         rows, reads = worker.rows()
@@ -358,7 +355,7 @@ class VerifierRunner:
             if "ready" in row:
                 worker.ready, self._failed_starts = True, 0
             elif worker.queue and row.get("key") == worker.queue[0]:
-                results[worker.queue.pop(0)] = checked(Verdict(row["reward"], row["reason"], row["details"]))
+                work.results[worker.queue.pop(0)] = checked(Verdict(row["reward"], row["reason"], row["details"]))
                 self._answered += 1
                 self._answer_seconds += time.monotonic() - worker.since
             else:  # not an answer to what was asked
@@ -377,20 +374,14 @@ class VerifierRunner:
                     f"ready (exit {worker.process.returncode}); their stderr above says why"
                 )
         elif worker.queue:
-            self._give_up(worker, pairs, pending, results, TIMEOUT if alive else WORKER_DIED)
+            self._give_up(worker, work, TIMEOUT if alive else WORKER_DIED)
 
-    def _give_up(
-        self,
-        worker: WorkerProcess,
-        pairs: Sequence[Pair],
-        pending: deque[int],
-        results: list[Verdict | None],
-        reason: str,
-    ) -> None:
+    def _give_up(self, worker: WorkerProcess, work: _Work, reason: str) -> None:
         """The pair the worker was at is unscorable; the rest of its turn goes last, for it may do the same."""
+        pairs, pending = work.pairs, work.pending
         culprit, *rest = worker.queue
         detail = {"seconds": self.timeout_seconds} if reason == TIMEOUT else {"exit": worker.process.returncode}
-        results[culprit] = Verdict(None, reason, detail)
+        work.results[culprit] = Verdict(None, reason, detail)
         turn = pairs[culprit][0]
         same = [i for i in pending if pairs[i][0] is turn]
         others = [i for i in pending if pairs[i][0] is not turn]

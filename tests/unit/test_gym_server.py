@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
+from email.message import Message
 from http.cookies import SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_server import serving
 
 from pivotrl.environments.base import NoExpert
 from pivotrl.environments.gym_server import GymServer
@@ -35,54 +34,35 @@ class Counter:
         self.sessions: dict[str, int] = {}
         self.verified: list[JsonDict] = []
         self.answer: JsonDict = {}
-        outer = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                session = SimpleCookie(self.headers.get("Cookie", "")).get("session")
-                status, made, answer = 200, None, {}
-                if self.path == "/seed_session":
-                    made = f"s{len(outer.sessions)}"
-                    outer.sessions[made] = 0
-                elif session is None:
-                    status = 500
-                elif self.path == "/add":
-                    if not isinstance(body.get("n"), int):
-                        status, answer = 422, {"detail": "n is no integer"}
-                    else:
-                        outer.sessions[session.value] += body["n"]
-                        answer = {"value": outer.sessions[session.value]}
-                elif self.path == "/verify":
-                    outer.verified.append(body)
-                    said = body["response"]["output"][-1]
-                    told = said["type"] == "message" and "done" in said["content"][0]["text"]
-                    reward = float(outer.sessions[session.value] == body["goal"]) * (1.0 if told else 0.5)
-                    answer = {"reward": reward, **outer.answer}
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                if made:
-                    self.send_header("Set-Cookie", f"session={made}; path=/")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    def respond(self, path: str, body: JsonDict, headers: Message) -> tuple[int, JsonDict, dict[str, str]]:
+        session = SimpleCookie(headers.get("Cookie", "")).get("session")
+        if path == "/seed_session":
+            made = f"s{len(self.sessions)}"
+            self.sessions[made] = 0
+            return 200, {}, {"Set-Cookie": f"session={made}; path=/"}
+        if session is None:
+            return 500, {}, {}
+        if path == "/add":
+            if not isinstance(body.get("n"), int):
+                return 422, {"detail": "n is no integer"}, {}
+            self.sessions[session.value] += body["n"]
+            return 200, {"value": self.sessions[session.value]}, {}
+        assert path == "/verify", path
+        self.verified.append(body)
+        said = body["response"]["output"][-1]
+        told = said["type"] == "message" and "done" in said["content"][0]["text"]
+        reward = float(self.sessions[session.value] == body["goal"]) * (1.0 if told else 0.5)
+        return 200, {"reward": reward, **self.answer}, {}
 
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    served = Counter()
-    yield served
-    served.server.shutdown()
-    served.server.server_close()
+    made = Counter()
+    with serving(made.respond) as made.url:
+        yield made
 
 
 @pytest.fixture
@@ -166,9 +146,8 @@ def test_a_sample_that_could_not_be_judged_is_no_failure(world: GymServer, count
     assert "could not judge nemo_gym-test-0" in str(done.error)
 
 
-def test_a_server_that_is_down_is_no_failure(world: GymServer, counter: Counter) -> None:
-    counter.server.shutdown()
-    counter.server.server_close()
+def test_a_server_that_is_down_is_no_failure(world: GymServer) -> None:
+    world.options["url"] = "http://127.0.0.1:9"
     done = play(world, DONE)
     assert done.outcome is None
     assert "no answer" in str(done.error)

@@ -7,14 +7,14 @@ import importlib.util
 import json
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from json_server import serving
 
 from pivotrl.environments import tau2_world
 from pivotrl.environments.base import NoExpert, Outcome
@@ -37,44 +37,24 @@ Say = Callable[[JsonDict], JsonDict]  # request body -> message
 class Endpoint:
     """An OpenAI-compatible endpoint that answers by `say`; keeps the requests."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, stack: ExitStack) -> None:
         self.requests: list[JsonDict] = []
-        outer = self
+        self._say = say
+        url = stack.enter_context(serving(self._answer))
+        self.user = {"base_url": f"{url}/v1", "model": "customer", "retries": 0}
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.requests.append(body)
-                message = {"role": "assistant", "content": None, **say(body)}
-                finish = message.pop("finish_reason", "stop")
-                data = json.dumps({"choices": [{"message": message, "finish_reason": finish}]}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.user = {"base_url": f"http://127.0.0.1:{self.server.server_port}/v1", "model": "customer", "retries": 0}
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    def _answer(self, path: str, body: JsonDict, headers: object) -> tuple[int, JsonDict, dict[str, str]]:
+        self.requests.append(body)
+        message = {"role": "assistant", "content": None, **self._say(body)}
+        finish = message.pop("finish_reason", "stop")
+        return 200, {"choices": [{"message": message, "finish_reason": finish}]}, {}
 
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Say], Endpoint]]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    made: list[Endpoint] = []
-
-    def start(say: Say) -> Endpoint:
-        made.append(Endpoint(say))
-        return made[-1]
-
-    yield start
-    for endpoint in made:
-        endpoint.server.shutdown()
-        endpoint.server.server_close()
+    with ExitStack() as stack:
+        yield lambda say: Endpoint(say, stack)
 
 
 def play(world: Tau2World, task_id: str, *actions: Action) -> EpisodeResult:
