@@ -7,6 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 RUN_DIR ?= runs/demo
+# Test files at a time; two threads of one process would spin where another wants the core.
+JOBS ?= 2
 ARMS ?= main
 SEEDS ?= 0,1,2
 export PIVOTRL_SHARED ?= ../shared
@@ -57,7 +59,7 @@ demo: install ## the whole job on this CPU: trajectories -> pivots -> GRPO -> ch
 	$(BIN)/pivotrl run experiment=demo run_dir=$(RUN_DIR) $(if $(OOD),evaluate.ood_path=$(OOD))
 
 test: install-dev ## all tests
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 lint: install-dev ## style, types, import rules, shell scripts
 	$(BIN)/ruff check .

@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No example has a time limit: a busy machine is no failure.
+settings.register_profile("pivotrl", deadline=None)
+settings.load_profile("pivotrl")
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ def serve(folder: Path, tokenizer: Path, engine: str, **sizes: int) -> Iterator[
     yield made
     assert made.process.stdin is not None
     made.process.stdin.close()
-    made.process.wait(timeout=30)
+    made.process.wait(timeout=120)
 
 
 def rows(run_dir: Path, stage: str = "train") -> list[dict[str, Any]]:

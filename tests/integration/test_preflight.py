@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +131,8 @@ def place(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Place
     return Place(tmp_path, model)
 
 
-def test_a_sound_one_passes_in_seconds(place: Place) -> None:
-    started = time.process_time()  # of this process: the machine may be busy
+def test_a_sound_one_passes(place: Place) -> None:
     assert told(place, "pipeline") == []
-    assert time.process_time() - started < 10
 
 
 BY_OVERRIDE = [
@@ -332,14 +328,16 @@ def test_a_model_that_cannot_be_trained(place: Place) -> None:
     assert any("can be converted, not trained" in text for text in found), found
 
 
-def test_the_command_ends_in_seconds(place: Place) -> None:
-    """The whole process, imports included, as on a login node: 64 GPUs, Qwen3-30B-A3B."""
-    program = (sys.executable, "-m", "pivotrl.cli", "preflight", *place.overrides())
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_the_command_starts_no_engine(place: Place) -> None:
+    """The whole process, as on a login node: 64 GPUs, Qwen3-30B-A3B; neither engine's minute of imports."""
+    code = (
+        "import sys; from pivotrl import cli; cli.main(sys.argv[1:]); "
+        "print('engines:', *sorted({'vllm', 'megatron', 'wandb'} & set(sys.modules)))"
+    )
+    program = (sys.executable, "-c", code, "preflight", *place.overrides())
     done = subprocess.run(program, capture_output=True, text=True, cwd=DOCUMENT.parents[1], check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "on 64 processes" in done.stdout or "sbatch" in done.stderr, done.stdout + done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10  # the machine may be busy
+    assert done.stdout.splitlines()[-1] == "engines:"
 
 
 def test_the_ten_commands(place: Place) -> None:

@@ -80,7 +80,7 @@ def url(folder: Path) -> Iterator[str]:
         yield address
     finally:
         os.killpg(server.pid, 15)
-        server.wait(30)
+        server.wait(120)
         log.close()
 
 

@@ -75,7 +75,7 @@ class Run:
         found = self.handover.rollouts(self.engine, self.sample, step)
         with self.handover.training():
             if self.handover.lags and step + 1 < STEPS:
-                assert self.arrived[step + 1].wait(30), "the next rollouts are not sampled beside the update"
+                assert self.arrived[step + 1].wait(120), "the next rollouts are not sampled beside the update"
             self.trainer.weights = f"w{step + 1}"
         self.told = self.handover.settle()
         self.handover.to_engine(self.engine, step + 1)

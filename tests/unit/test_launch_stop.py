@@ -145,5 +145,5 @@ def test_local_launch_passes_signals_on_and_tells_that_it_was_stopped(tmp_path: 
     assert "--nproc-per-node=2" in line
     assert "-m launch.step train seed=1" in line
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert process.returncode == 75

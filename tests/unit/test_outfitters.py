@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -150,9 +149,8 @@ def test_decisions_hang_on_the_data() -> None:
 # Expert
 
 
-def test_the_expert_succeeds_on_thousands_of_tasks_and_runs_quickly() -> None:
+def test_the_expert_succeeds_on_thousands_of_tasks() -> None:
     tasks = [*TRAIN, *ENV.tasks("test", 700, seed=5), *ENV.tasks("train", 700, seed=9)]
-    start = time.process_time()
     turns = []
     for task in tasks:
         trajectory = ENV.expert(task, run=1)  # raises where its own outcome is not a success
@@ -164,8 +162,6 @@ def test_the_expert_succeeds_on_thousands_of_tasks_and_runs_quickly() -> None:
     assert min(turns) >= 2
     assert max(turns) <= 7
     assert 3.5 < sum(turns) / len(turns) < 6
-    # An order of magnitude of slack: about 1 ms an episode with its replay, measured idle.
-    assert (time.process_time() - start) / len(tasks) < 0.02
 
 
 def test_the_expert_varies_words_and_ways() -> None:

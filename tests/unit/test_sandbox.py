@@ -147,10 +147,8 @@ def test_home_and_secrets_are_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 @needs_bwrap
 def test_fork_bomb_is_bounded_and_leaves_nothing() -> None:
     mark = "7654.321"
-    started = time.monotonic()
     effect = run(f"bomb() {{ bomb | bomb & sleep {mark}; }}; bomb; sleep {mark}", {}, Limits(seconds=3, processes=24))
     assert effect.timed_out
-    assert time.monotonic() - started < 10
     assert_gone(mark)
     forks = """python3 -c '
 import os, time
@@ -170,14 +168,12 @@ os._exit(0)'"""
 @needs_bwrap
 def test_time_out_ends_the_whole_tree() -> None:
     mark = "7655.432"
-    started = time.monotonic()
     effect = run(
         f"setsid sleep {mark} & nohup sleep {mark} & (sleep {mark} &) ; trap '' TERM; sleep {mark}",
         {},
         Limits(seconds=1),
     )
     assert effect.timed_out
-    assert time.monotonic() - started < 5
     assert_gone(mark)
     assert run(f"setsid sleep {mark} & echo done", {}, Limits(seconds=20)).stdout == b"done\n"
     assert_gone(mark)

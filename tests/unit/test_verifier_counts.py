@@ -114,7 +114,7 @@ class World(ModuleType):
     def __init__(self, size: int) -> None:
         super().__init__("agree")
         self.local, self.size = threading.local(), size
-        self.barrier, self.values = threading.Barrier(size, timeout=30), [None] * size
+        self.barrier, self.values = threading.Barrier(size, timeout=120), [None] * size
 
     def rank(self) -> int:
         return int(self.local.rank)
@@ -150,7 +150,7 @@ def in_a_world(monkeypatch: pytest.MonkeyPatch, size: int, work: Any) -> list[An
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     return found
 
 

@@ -202,14 +202,12 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(server, monkeypatc
 
 
 def test_time_limits(server):
-    server.delay = 5.0
+    server.delay = 20.0
     started = time.monotonic()
     verdict = judge(server, timeout_seconds=0.2, retries=1).verify(TURN, OTHER)
     assert verdict.reason == "judge_down"
-    assert time.monotonic() - started < 2
-    started = time.monotonic()
     assert judge(server, timeout_seconds=30.0, deadline_seconds=0.3).verify(TURN, OTHER).reason == "judge_down"
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < server.delay  # no answer was waited for
 
 
 def test_concurrency_limit(server):

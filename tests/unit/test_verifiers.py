@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -239,14 +238,13 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-def test_long_hostile_text_takes_linear_time(piece: str) -> None:
+def test_long_hostile_text_does_not_hang(piece: str) -> None:
+    """Backtracking or a quadratic scan of 100,000 characters would take the suite's time limit."""
     text = piece * (100_000 // len(piece))
-    start = time.process_time()
     facts_of(text)
     action = parse_action(text)
     assert verdict(Action("order W1"), action, text="facts").reward == 0
     assert verdict(Action(text), Action(text + "x"), text="similarity:0.9").reason != "verifier_error"
-    assert time.process_time() - start < 5
 
 
 def test_options_are_checked() -> None:

@@ -62,7 +62,7 @@ def test_all_ranks_leave_their_stacks_when_one_hangs(tmp_path: Path) -> None:
     modes = ("hanging", "working")  # the second beats: the first takes it along, for the launch is lost
     ranks = [start(HANG, str(tmp_path), mode, RANK=str(rank), **launch) for rank, mode in enumerate(modes)]
     for rank, process in enumerate(ranks):
-        _, text = process.communicate(timeout=30)
+        _, text = process.communicate(timeout=120)
         assert process.returncode == 3, text
         stacks = tmp_path / "stacks" / f"one-7.rank-{rank}.txt"
         assert "stuck_here" in stacks.read_text()
@@ -97,10 +97,10 @@ def test_watching_needs_no_stderr_of_python(stderr: object, tmp_path: Path, monk
     watching = (60.0, "train", tmp_path, tmp_path / "alarm", 0, Rounds())
     thread = threading.Thread(target=watchdog._watch, args=watching)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     with watchdog.watchdog(60.0, "train", tmp_path):
         (alive,) = (t for t in threading.enumerate() if t.name == "watchdog")
-    alive.join(30)
+    alive.join(120)
     assert not (thread.is_alive() or alive.is_alive())
     assert died == []
 
@@ -110,7 +110,7 @@ def test_a_held_signal_is_told_and_raises_when_released() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=120)
     assert out == "told SIGUSR1\nstopped SIGUSR1\n"
     assert process.returncode == 0
 
@@ -128,7 +128,7 @@ def test_what_srun_sends_when_another_process_has_stopped_is_no_second_signal(tm
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
 
 
@@ -143,7 +143,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 def test_a_signal_while_a_program_is_loaded_is_a_stop(tmp_path: Path) -> None:
     process = start(LOADING, PIVOTRL_STOP_FILE=str(tmp_path / "stopped"))
-    assert process.wait(timeout=30) == 75
+    assert process.wait(timeout=120) == 75
     assert (tmp_path / "stopped").read_text() == "SIGUSR1\n"
     assert (tmp_path / "stopped.kept").exists()
 
@@ -158,6 +158,6 @@ def test_one_signal_sent_twice_is_one_and_a_later_one_ends_at_once() -> None:
     time.sleep(2.3)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, text = process.communicate(timeout=20)
+    _, text = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert "a second signal (SIGTERM): ending at once" in text
