@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -39,6 +38,7 @@ from pivotrl.policy.machine import this_machine
 from pivotrl.policy.memory import reused
 from pivotrl.policy.model import PolicyModel, build_chunks, transformer_config
 from pivotrl.policy.offload import TrainerMemory
+from pivotrl.policy.optimizer import data_parallel, make_optimizer, parameter_groups
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
 from pivotrl.policy.refit import RefitSource
 from pivotrl.policy.schedule import learning_rate
@@ -158,40 +158,8 @@ class MegatronPolicy:
         config = self.model.config
         learning_rate(settings, 0, total_steps)  # refuses an unknown schedule now
         self.settings, self.total_steps = settings, total_steps
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=settings.overlap_grad_reduce,
-            overlap_param_gather=settings.overlap_param_gather,
-        )
-        # one bucket for all chunks but the first, as megatron-core's own training has it: their reduction is hidden
-        self.wrapped = [
-            DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(self.wrapped)
-        ]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.learning_rate,
-                min_lr=0.0,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.epsilon,
-                clip_grad=settings.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-                overlap_param_gather=settings.overlap_param_gather,
-            ),
-            self.wrapped,
-        )
-        if settings.overlap_grad_reduce:  # once a step: in the backward of its last micro-batch
-            functions = [chunk.no_sync for chunk in self.wrapped]
-            config.no_sync_func = functions if len(functions) > 1 else functions[0]
-        for group in self._groups():
-            if "fused" in group and not torch.cuda.is_available():  # torch's Adam: one pass over memory instead of ten
-                group.update(fused=True, foreach=False)
+        self.wrapped = data_parallel(self.wrapped, settings)
+        self.optimizer = make_optimizer(self.wrapped, settings)
 
         # sums, not means: megatron-core would divide by a token count that the objective has already used
         def finalize(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
@@ -213,10 +181,6 @@ class MegatronPolicy:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
         self._gathering = False
-
-    def _groups(self) -> list[dict[str, Any]]:
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [g for o in chained if o.optimizer is not None for g in o.optimizer.param_groups]
 
     @cpu_shim.on_cpu
     @reused()
@@ -256,7 +220,7 @@ class MegatronPolicy:
         if self.optimizer is None or self.settings is None:
             raise RuntimeError("this policy was loaded without an optimizer")
         rate = learning_rate(self.settings, self.step, self.total_steps)
-        for group in self._groups():
+        for group in parameter_groups(self.optimizer):
             group["lr"] = rate
         trees = self._trees(sequences)
         for chunk in self.wrapped:
