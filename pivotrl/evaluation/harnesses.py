@@ -15,6 +15,7 @@ from typing import Any
 
 from pivotrl.errors import UserError
 from pivotrl.evaluation.statistics import interval, success_row
+from pivotrl.verifiers.options import read_settings
 
 Words = tuple["str | tuple[str, ...]", ...]
 Row = dict[str, Any]
@@ -271,10 +272,7 @@ def plan(harness: Harness, name: str, given: Mapping[str, Any], values: Mapping[
 
 def merged_options(harness: Harness, name: str, given: Mapping[str, Any]) -> Row:
     """Defaults overlaid with `given`; `arguments` are further words for every command."""
-    known = {**harness.options, "arguments": []}
-    if unknown := sorted(set(given) - set(known)):
-        raise UserError(f"benchmark.options: {name} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    options = {**known, **given}
+    options = read_settings(f"benchmark.options of {name}", dict(given), {**harness.options, "arguments": []})
     if missing := [key for key in harness.required if options[key] is None]:
         raise UserError(
             f"benchmark.options: {name} needs {', '.join(missing)} ({harness.needs}); "

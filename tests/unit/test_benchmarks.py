@@ -142,7 +142,8 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path, server: str, monkeypatc
         return str(error.value)
 
     assert "benchmark.options.user_model=" in told(options={})
-    assert "has no speed; it has" in told(options={"speed": 1})
+    assert "benchmark.options of tau2: unknown option 'speed'" in told(options={"speed": 1})
+    assert "option 'domains' is 'retail'; it must be of type list" in told(options={"domains": "retail"})
     assert "no OpenAI-compatible server answers" in told(base_url="http://127.0.0.1:9/v1")
     assert "user_base_url" in told(options={"user_model": "u", "user_base_url": "http://127.0.0.1:9/v1"})
     assert "serves pivotrl" in told(model="other")
