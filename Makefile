@@ -59,7 +59,7 @@ demo: install ## the whole job on this CPU: trajectories -> pivots -> GRPO -> ch
 	$(BIN)/pivotrl run experiment=demo run_dir=$(RUN_DIR) $(if $(OOD),evaluate.ood_path=$(OOD))
 
 test: install-dev ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: install-dev ## style, types, import rules, shell scripts
 	$(BIN)/ruff check .
