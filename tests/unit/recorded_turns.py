@@ -78,3 +78,10 @@ def recorded_turns() -> tuple[Turn, ...]:
     """All turns, () where the shared data is absent."""
     paths = sorted([*(DATA / "terminal").glob("*.jsonl"), *(DATA / "swe").glob("*.jsonl")])
     return tuple(turn for path in paths for turn in _turns(path))
+
+
+def terminus(*keystrokes: str, complete: bool = False, **more: Any) -> Action:
+    commands = [{"keystrokes": k, "duration": 0.1} for k in keystrokes]
+    return Action(
+        text=json.dumps({"analysis": "a", "plan": "p", "commands": commands, "task_complete": complete, **more})
+    )
