@@ -25,6 +25,9 @@ COMMON = {
     "attn_implementation": "eager",
 }
 NAMES = ("llama", "qwen3", "qwen3_moe")
+SERVED_VOCABULARY = 320
+_SERVED: dict[str, Any] = {"vocab_size": SERVED_VOCABULARY, "head_dim": 32, "max_position_embeddings": 512}
+_SERVED_MOE = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "mlp_only_layers": []}
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -93,6 +96,13 @@ def on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             out[name] = tensor
     return out
+
+
+def save_served(name: str, folder: Path, seed: int, **changes: Any) -> Path:
+    """A "llama" or "qwen3_moe" of sizes that vLLM's kernels take; the folder."""
+    moe = _SERVED_MOE if name == "qwen3_moe" else {}
+    save_tiny(name, folder, seed=seed, **{**_SERVED, **moe, **changes})
+    return folder
 
 
 @contextmanager

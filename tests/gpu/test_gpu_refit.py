@@ -46,15 +46,14 @@ def test_offload_gives_gpu_memory_back_and_leaks_none() -> None:
 
 def test_sleep_refit_wake_frees_and_serves_the_new_weights(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    sys.path.insert(0, str(ROOT / "tests" / "integration"))
     from safetensors.torch import load_file
-    from tiny_models import save_llama
 
     from pivotrl.config import Generation
     from pivotrl.generation.engine import Sampling
     from pivotrl.generation.vllm_engine import VllmEngine
+    from tests.tiny_models import save_served
 
-    folders = [save_llama(tmp_path / str(seed), seed) for seed in (0, 1)]
+    folders = [save_served("llama", tmp_path / str(seed), seed) for seed in (0, 1)]
     weights = [load_file(f / "model.safetensors") for f in folders]
     sampling, prompt = Sampling(temperature=0.0, max_new_tokens=8), [[5, 6, 7]]
     fresh = []

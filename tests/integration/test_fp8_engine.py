@@ -17,27 +17,15 @@ from pivotrl.generation.engine import RefitError, Sampling
 from pivotrl.generation.vllm_engine import VllmEngine
 from pivotrl.models import block_fp8
 from pivotrl.models.fp8_folder import fp8_copy
+from tests.tiny_models import SERVED_VOCABULARY, tiny_model
 
 PROMPTS = [[(7 * i + 3 * j) % 320 for j in range(20 + i)] for i in range(3)]
 
 
 def save(folder: Path, seed: int) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    """Sizes that are whole blocks of 128, in the dtype that a checkpoint has."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    tiny_model("llama", seed, vocab_size=SERVED_VOCABULARY, **sizes).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,16 @@ from pivotrl.generation.engine import Completion, EngineStateError, NonFiniteLog
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import VOCABULARY, save_llama, save_moe
 
 from pivotrl.generation.vllm_engine import VllmEngine
+from tests.tiny_models import SERVED_VOCABULARY, save_served
 
 Weights = dict[str, torch.Tensor]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 SAMPLED = Sampling(temperature=0.7, max_new_tokens=8)
-PROMPTS = [[(7 * i + 3 * j) % VOCABULARY for j in range(length)] for i, length in enumerate((70, 33, 5, 97))]
+PROMPTS = [[(7 * i + 3 * j) % SERVED_VOCABULARY for j in range(length)] for i, length in enumerate((70, 33, 5, 97))]
 SEEDS = [11, 12, 13, 14]
-SAVE: dict[str, Callable[[Path, int], Path]] = {"llama": save_llama, "moe": save_moe}
+MODELS = {"llama": "llama", "moe": "qwen3_moe"}
 
 
 def build(folder: Path, **options: object) -> VllmEngine:
@@ -43,7 +43,7 @@ class Served:
     """One family: two model folders, a long-lived engine of the first, and fresh answers of both."""
 
     def __init__(self, family: str, root: Path) -> None:
-        self.folders = [SAVE[family](root / f"{family}{seed}", seed) for seed in (0, 1)]
+        self.folders = [save_served(MODELS[family], root / f"{family}{seed}", seed) for seed in (0, 1)]
         self.weights = [weights_of(folder) for folder in self.folders]
         self.fresh = []
         for folder in self.folders:
@@ -216,8 +216,8 @@ def test_sleep_refit_wake_serves_the_refitted_weights(original: Served) -> None:
 def test_too_long_prompt_and_foreign_ids_are_refused(original: Served) -> None:
     with pytest.raises(UserError, match=r"prompt 1 has 121 tokens.*max_new_tokens=8.*context_length=128"):
         original.engine.generate([[1], [1] * 121], GREEDY, 1, [0, 0])
-    with pytest.raises(UserError, match=f"prompt 0 holds token id {VOCABULARY}"):
-        original.engine.generate([[1, VOCABULARY]], GREEDY, 1, [0])
+    with pytest.raises(UserError, match=f"prompt 0 holds token id {SERVED_VOCABULARY}"):
+        original.engine.generate([[1, SERVED_VOCABULARY]], GREEDY, 1, [0])
     assert len(original.engine.generate([[1] * 120], GREEDY, 1, [0])[0][0].token_ids) == 8
 
 
@@ -286,7 +286,7 @@ def test_routed_experts_are_refused_where_vllm_cannot_give_them(tmp_path: Path) 
     if torch.cuda.is_available():
         pytest.skip("GPU builds give them back")
     with pytest.raises(UserError, match=r"generation\.routed_experts"):
-        build(save_moe(tmp_path / "moe", 0), routed_experts=True)
+        build(save_served("qwen3_moe", tmp_path / "moe", 0), routed_experts=True)
 
 
 def test_exported_folder_is_served_alike(served: Served, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_models import save_served
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("refit_layouts.py")
 
@@ -17,12 +19,9 @@ SCRIPT = Path(__file__).with_name("refit_layouts.py")
 @pytest.mark.engine
 def test_refits_of_two_processes_equal_fresh_engines(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    sys.path.insert(0, str(ROOT / "tests" / "integration"))
-    from tiny_models import save_llama, save_moe
-
     for seed in (0, 1):
-        save_llama(tmp_path / f"llama{seed}", seed)
-        save_moe(tmp_path / f"moe{seed}", seed)
+        save_served("llama", tmp_path / f"llama{seed}", seed)
+        save_served("qwen3_moe", tmp_path / f"moe{seed}", seed)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path)]
     result = subprocess.run(
