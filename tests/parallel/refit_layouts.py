@@ -35,7 +35,9 @@ TRAINERS = {  # with the number of refits
         (Parallel(tensor=2, sequence=True, expert_tensor=2), 2),
         (Parallel(pipeline=2), 2),
     ],
+    "smollm2": [(Parallel(pipeline=2), 10)],  # the real model; its tied head lies on both stages
 }
+ENGINES = {"smollm2": (1,)}  # nine heads do not divide by two
 
 
 def answers(engine: VllmEngine) -> Answers:
@@ -105,6 +107,8 @@ def main(root: Path) -> None:
     by_layout: dict[tuple[str, int], list[Answers]] = {}
     for tensor in (2, 1):
         for family, trainers in TRAINERS.items():
+            if tensor not in ENGINES.get(family, (2, 1)):
+                continue
             folders = [root / f"{family}{seed}" for seed in (0, 1)]
             first = build(folders[0], tensor)
             fresh = [answers(first)]
@@ -120,7 +124,7 @@ def main(root: Path) -> None:
             check_faults(engine, folders[0], fresh[0])
             check_reload(engine, folders, fresh)
             engine.close()
-    for family in TRAINERS:  # both engine layouts compute the same model
+    for family in TRAINERS.keys() - ENGINES.keys():  # both engine layouts compute the same model
         for one, two in zip(by_layout[family, 1], by_layout[family, 2], strict=True):
             for (ids, logprobs), (other_ids, other) in zip(one, two, strict=True):
                 assert ids == other_ids and max(abs(a - b) for a, b in zip(logprobs, other, strict=True)) < 1e-4
