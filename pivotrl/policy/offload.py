@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pivotrl.policy.optimizer import members
+
 
 class Stash:
     """Storages of one kind (say, the optimiser's), kept on the host while their memory is given back.
@@ -133,8 +135,7 @@ class TrainerMemory:
 
     def _states(self) -> list[Tensor]:
         """Adam's moments and the main weights; not what lies in the parameters' own storage (fp32 policies)."""
-        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        optimizers = [o.optimizer for o in chained if o is not None and o.optimizer is not None]
+        optimizers = [o.optimizer for o in members(self._optimizer)]
         found = [t for o in optimizers for state in o.state.values() for t in state.values() if torch.is_tensor(t)]
         found += [p for o in optimizers for group in o.param_groups for p in group["params"]]
         parameters = {s.data_ptr() for s in distinct_storages(p.data for p in self._model.parameters())}

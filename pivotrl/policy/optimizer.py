@@ -58,5 +58,10 @@ def make_optimizer(wrapped: list[DistributedDataParallel], settings: Optimizer) 
 
 def parameter_groups(optimizer: Any) -> list[dict[str, Any]]:
     """The torch parameter groups of a megatron-core optimizer, chained or not."""
+    return [group for o in members(optimizer) for group in o.optimizer.param_groups]
+
+
+def members(optimizer: Any) -> list[Any]:
+    """The single optimizers of one of megatron-core that have a share on this rank; of None, none."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [group for o in chained if o.optimizer is not None for group in o.optimizer.param_groups]
+    return [o for o in chained if o is not None and o.optimizer is not None]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state as groups
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pivotrl.errors import UserError
 from pivotrl.policy import cpu_shim
+from pivotrl.policy.optimizer import members
 from pivotrl.policy.state_files import Piece, RegionReader, rectangles
 from pivotrl.policy.weights import named_parameters
 
@@ -97,13 +98,8 @@ def _part(shard: ShardedTensor, parameter: Tensor) -> Part:
     )
 
 
-def _optimizers(policy: MegatronPolicy) -> list[Any]:
-    chained = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    return [o for o in chained if o.optimizer is not None]
-
-
 def _runs(policy: MegatronPolicy) -> Iterator[Run]:
-    for optimizer in _optimizers(policy):
+    for optimizer in members(policy.optimizer):
         for buffer in optimizer.gbuf_ranges:
             for buckets in buffer.values():
                 for bucket in buckets:
@@ -120,7 +116,7 @@ def _kept(policy: MegatronPolicy, adam_steps: int) -> tuple[str, ...]:
 
 def adam_steps(policy: MegatronPolicy) -> int:
     """Steps that Adam has taken: less than `policy.step` where steps were skipped."""
-    for optimizer in _optimizers(policy):
+    for optimizer in members(policy.optimizer):
         for group in optimizer.optimizer.param_groups:
             if group.get("step"):  # Transformer Engine's and Apex's count is the group's
                 return int(group["step"])
@@ -196,7 +192,7 @@ def load(policy: MegatronPolicy, folder: Path, policy_steps: int, count: int) ->
 
 def _make_states(policy: MegatronPolicy) -> None:
     """Moments to fill in. megatron-core's way is a step on zero gradients, which must move no weight."""
-    for optimizer in _optimizers(policy):
+    for optimizer in members(policy.optimizer):
         before = [(g["lr"], g["weight_decay"]) for g in optimizer.optimizer.param_groups]
         for group in optimizer.optimizer.param_groups:
             group["lr"] = group["weight_decay"] = 0.0
@@ -206,7 +202,7 @@ def _make_states(policy: MegatronPolicy) -> None:
 
 
 def _set_adam_steps(policy: MegatronPolicy, count: int) -> None:
-    for optimizer in _optimizers(policy):
+    for optimizer in members(policy.optimizer):
         for group in optimizer.optimizer.param_groups:
             if "step" in group:
                 group["step"] = count
