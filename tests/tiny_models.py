@@ -24,18 +24,45 @@ COMMON = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "attn_implementation": "eager",
 }
-NAMES = ("llama", "qwen3", "qwen3_moe")
+NAMES = ("llama", "qwen3", "qwen3_moe", "nemotron_h")
+_HYBRID = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.05,
+    "hybrid_override_pattern": "MEM*-MEM",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "chunk_size": 4,  # a tree has several chunks
+    "time_step_min": 1e-30,  # of which transformers makes a limit, which megatron-core and vLLM do not have
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_latent_size": 24,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
 SERVED_VOCABULARY = 320
 _SERVED: dict[str, Any] = {"vocab_size": SERVED_VOCABULARY, "head_dim": 32, "max_position_embeddings": 512}
 _SERVED_MOE = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "mlp_only_layers": []}
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A float32 model: "llama" (tied head), "qwen2" (biases), "qwen3" (untied) or "qwen3_moe" (first layer dense, then
-    experts)."""
+    """A float32 model: "llama" (tied head), "qwen2" (biases), "qwen3" (untied), "qwen3_moe" (first layer dense, then
+    experts) or "nemotron_h" (Mamba, latent experts, attention, dense)."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        NemotronHConfig,
+        NemotronHForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen3Config,
@@ -57,6 +84,14 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
         model = Qwen3ForCausalLM(
             Qwen3Config(**{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": False, **changes})
         )
+    elif name == "nemotron_h":
+        model = NemotronHForCausalLM(NemotronHConfig(**{**_HYBRID, **changes}))
+        with torch.no_grad():
+            for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+                if parameter_name.endswith((".D", "e_score_correction_bias")):
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+                elif parameter_name.endswith(("A_log", "dt_bias")):  # some heads forget within a token, some do not
+                    parameter.normal_()
     else:
         moe = {
             "num_hidden_layers": 3,
@@ -84,15 +119,19 @@ def save_tiny(name: str, path: Path, **changes: Any) -> Any:
 
 
 def on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5 fuses experts in memory; here they are as in its files, one tensor an expert and projection."""
+    """transformers 5 fuses experts in memory; here they are as in its files, one tensor an expert and projection. Those
+    of a "nemotron_h" begin with "backbone"."""
     out: dict[str, torch.Tensor] = {}
+    hybrid = "model.embeddings.weight" in tensors
     for name, tensor in tensors.items():
+        if hybrid and name.startswith("model."):
+            name = "backbone." + name.removeprefix("model.")
         base = name.rpartition(".")[0]
         if name.endswith("experts.gate_up_proj"):  # [E, 2 * I, H]
             for e, fused in enumerate(tensor):
                 out[f"{base}.{e}.gate_proj.weight"], out[f"{base}.{e}.up_proj.weight"] = fused.chunk(2, 0)
-        elif name.endswith("experts.down_proj"):  # [E, H, I]
-            out.update({f"{base}.{e}.down_proj.weight": t for e, t in enumerate(tensor)})
+        elif name.endswith(("experts.down_proj", "experts.up_proj")):  # [E, H, I], [E, I, H]
+            out.update({f"{base}.{e}.{name.rpartition('.')[2]}.weight": t for e, t in enumerate(tensor)})
         else:
             out[name] = tensor
     return out

@@ -40,6 +40,7 @@ class Rule:
     where: str = "all"  # layers that have it: "all", or one of `Dims.kinds`; "first" | "last" of a block with {outer}
     sections: tuple[tuple[str, str], ...] = ()  # (name in a distributed checkpoint, size in names of `Dims.size`)
     needs: str = ""  # a size in `Dims.extra`: models where it is 0 lack the parameter
+    constant: bool = False  # a buffer in float32 that training leaves as it is
 
     @property
     def expert(self) -> bool:
@@ -121,12 +122,24 @@ _FUSED = (
 )
 
 
-def global_name(local: str, place: Place, experts: int) -> str:
+def global_name(local: str, place: Place, dims: Dims) -> str:
     """Global megatron name of a rank's parameter: its layer and expert numbers count over all stages and ranks."""
     for pattern, canonical in _FUSED:
         local = pattern.sub(canonical, local)
     name = _LAYER.sub(lambda m: str(int(m[0]) + place.layer_offset), local)
-    return _EXPERT.sub(lambda m: str(int(m[0]) + place.ep_rank * (experts // place.ep_size)), name)
+    if "mamba" in dims.kinds:
+        name = _hybrid_name(name, dims)
+    return _EXPERT.sub(lambda m: str(int(m[0]) + place.ep_rank * (dims.experts // place.ep_size)), name)
+
+
+def _hybrid_name(name: str, dims: Dims) -> str:
+    """megatron-core's hybrid model calls parts otherwise than its GPT model, which the policy's hybrid is."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        return name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+    if dims.kind(int(layer[0])) != "mamba":
+        return name
+    return name.replace(".input_layernorm.", ".norm.").replace(".self_attention.", ".mixer.")
 
 
 def check_source(
@@ -265,7 +278,7 @@ def local_shard(
     Raises KeyError for a parameter that no rule maps. A head that is a copy of a tied embedding (last pipeline
     stage) takes the embedding's tensor.
     """
-    name = global_name(local, place, dims.experts)
+    name = global_name(local, place, dims)
     if dims.tied and name == "output_layer.weight":
         name = "embedding.word_embeddings.weight"
     if name not in table:

@@ -28,6 +28,8 @@ _KEYS = {  # settings of a kind: those that it needs, those that it may have
     ),
 }
 KINDS = tuple(_KEYS)
+NONE = "none"  # attention that knows no positions: Mamba layers bring the order
+_WITHOUT = ("NemotronHForCausalLM",)  # architectures whose attention does not rotate
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Rope:
 
         Raises UserError for a kind or a setting that is not known.
         """
+        if any(a in _WITHOUT for a in config.get("architectures") or ()):
+            return cls(kind=NONE, reach=config.get("max_position_embeddings"))
         given = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(given, Mapping):
             raise UserError(f"config.json: rope settings are {given!r}; they must be a mapping with 'rope_type'")

@@ -54,7 +54,9 @@ def enable() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random as parallel_random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
+
+    from pivotrl.policy.modules import ReplicatedLinear
 
     # device=torch.cuda.current_device(): buffers of sequence parallel, all-to-all outputs, rotary frequencies
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
@@ -69,6 +71,8 @@ def enable() -> None:
     )
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads this name without Transformer Engine
         moe_utils.te_general_gemm = None
+    if not moe_layer.HAVE_TE:  # asked for by latent experts alone
+        moe_layer.TELinear, moe_layer.HAVE_TE = ReplicatedLinear, True
     # an official option: its fork() needs no CUDA generator (no dropout is used, so no per-rank dropout state is lost)
     parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
     # activation recompute saves and restores CUDA generator states

@@ -97,6 +97,19 @@ class Router:
             self.load = self.load.to(outputs[1].device) + outputs[1].sum(0)
 
 
+class HandOver(torch.nn.Module):
+    """In the place of the attention of a layer that has experts alone: tells its router what the tree says."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.router: Router | None = None
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any) -> Tensor:
+        if self.router is not None:
+            self.router.replay(packed_seq_params.experts, packed_seq_params.balance)
+        return hidden_states
+
+
 class Routers:
     """The routers of one rank's model. Empty for dense models."""
 
@@ -111,7 +124,8 @@ class Routers:
             router = Router(number, sum(moe[:number]), module.num_experts, module, settings.aux_loss)
             module.router_replay = router
             module.register_forward_hook(router.count)
-            layer.self_attention.core_attention.router = router
+            # a layer that is experts alone has a HandOver where its attention would be
+            getattr(layer.self_attention, "core_attention", layer.self_attention).router = router
             module.weight.requires_grad_(settings.train_router)
             self.mine.append(router)
 

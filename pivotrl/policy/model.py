@@ -10,12 +10,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as groups
 from megatron.core.models.gpt import GPTModel
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from pivotrl import fp8
@@ -27,6 +31,7 @@ from pivotrl.models.rope import Rope
 from pivotrl.policy.experts import Balance, of_routers
 from pivotrl.policy.head import target_logprobs
 from pivotrl.policy.machine import uses_transformer_engine
+from pivotrl.policy.hybrid import hybrid_layers
 from pivotrl.policy.modules import RMSNorm, SwiGLU, with_bias
 from pivotrl.policy.prefix_tree import Ints, PrefixTree, split_rows
 from pivotrl.policy.rope import rope_tables
@@ -37,6 +42,7 @@ from pivotrl.policy.tree_attention import (
     attention_plan,
     gather_pairs,
 )
+from pivotrl.policy.tree_scan import ScanPlan
 from pivotrl.policy.versions import submodules
 
 
@@ -49,6 +55,7 @@ class PolicyModel(GPTModel):
 
     rope: Rope
     vocabulary: int
+    scan: tuple[int, int] | None = None  # of Mamba layers: rows of a chunk, rows that their convolution sees
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -140,6 +147,7 @@ class PolicyModel(GPTModel):
             tables=own_tables,
             key_tables=tables(tree.position_ids) if split else own_tables,
             split=split,
+            scan=ScanPlan.of(tree, *self.scan, device) if self.scan else None,
             sources=torch.from_numpy(sources).to(device),
             pair_source=torch.from_numpy(pair_source).to(device),
             pair_token=torch.from_numpy(tree.pair_token[mine]).to(device),
@@ -174,6 +182,7 @@ def transformer_config(
         ("ffn size", dims.ffn, parallel.tensor, "tensor"),
         ("experts", dims.experts, parallel.expert, "expert"),
         ("expert ffn size", dims.moe_ffn, parallel.expert_tensor, "expert_tensor"),
+        *_mamba_sizes(dims, parallel),
     ):
         if size % by:
             raise UserError(f"parallel.{key}: the model has {size} {what}, which {by} does not divide")
@@ -183,22 +192,24 @@ def transformer_config(
         )
     if not dims.experts and parallel.expert * parallel.expert_tensor > 1:
         raise UserError("parallel.expert: this model has no experts; set expert and expert_tensor to 1")
+    if experts is not None and experts.aux_loss and settings.get("moe_router_score_function") == "sigmoid":
+        raise UserError("experts.aux_loss: this model's routers are sigmoid and balanced by their bias; set it to 0")
     stage_layers(parallel, dims.layers)  # refuses what cannot be dealt out
     if dims.experts and experts is not None:
         settings = {**settings, "moe_router_dtype": experts.router_dtype}
     cuda = torch.cuda.is_available()
-    fused = uses_transformer_engine()
+    fused, gated = uses_transformer_engine(), settings["gated_linear_unit"]
     # all-to-all with expert tensor parallel needs uneven all-gathers, which gloo refuses
     dispatcher = "allgather" if not cuda and parallel.expert_tensor > 1 else "alltoall"
     return TransformerConfig(
         **settings,
-        activation_func=F.silu,
+        activation_func=F.silu if gated else squared_relu,
         # without Transformer Engine: the hook through which our SwiGLU gets both halves
-        use_te_activation_func=not fused,
+        use_te_activation_func=gated and not fused,
         use_cpu_initialization=not cuda,
         perform_initialization=False,  # every weight is loaded
         masked_softmax_fusion=False,
-        bias_activation_fusion=fused,
+        bias_activation_fusion=fused and gated,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
@@ -230,6 +241,18 @@ def transformer_config(
     )
 
 
+def _mamba_sizes(dims: Dims, parallel: Parallel) -> list[tuple[str, int, int, str]]:
+    if "mamba" not in dims.kinds:
+        return []
+    heads, split = dims.size("mamba_heads"), parallel.tensor * parallel.context
+    if heads % split == 0 and (per_group := heads // dims.size("mamba_groups")) % (heads // split):
+        heads //= per_group  # ranks of one head and a half each: whole groups must be dealt out
+    return [
+        ("groups of Mamba heads", dims.size("mamba_groups"), parallel.tensor, "tensor"),
+        ("Mamba heads (or groups of them, where a rank has several)", heads, split, "tensor x context"),
+    ]
+
+
 def build_chunks(config: TransformerConfig, dims: Dims, rope: Rope, max_length: int) -> list[PolicyModel]:
     """The model of this rank's pipeline stage, chunk by chunk (one without virtual stages), weights uninitialised."""
     number = config.virtual_pipeline_model_parallel_size or 1
@@ -244,13 +267,15 @@ def build_model(
     spec = copy.deepcopy(
         get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=chunk)
     )
+    hybrid = "mamba" in dims.kinds
+    if hybrid:
+        offset = get_transformer_layer_offset(config, vp_stage=chunk)
+        kinds = dims.kinds[offset : offset + len(spec.layer_specs)]
+        spec.layer_specs = hybrid_layers(spec.layer_specs, kinds, dims, fused)
     for layer in spec.layer_specs:
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = TreeAttention
-        if dims.has("o_bias"):
-            attention.linear_proj = with_bias(attention.linear_proj)
+        _use_tree_attention(layer.submodules.self_attention, dims)
         if not fused:
-            _use_own_parts(layer.submodules, config.qk_layernorm)
+            _use_own_parts(layer.submodules, config)
     if not fused:
         spec.layer_norm = RMSNorm
     model = PolicyModel(
@@ -265,15 +290,28 @@ def build_model(
         vp_stage=chunk,
     )
     model.rope, model.vocabulary = rope, dims.vocab
+    if hybrid:
+        model.scan = (dims.size("chunk"), dims.size("kernel"))
     return model
 
 
-def _use_own_parts(parts: Any, qk_norm: bool) -> None:
+def _use_tree_attention(attention: Any, dims: Dims) -> None:
+    """The attention of a layer spec; a layer of a hybrid model may have something else there."""
+    if getattr(attention, "module", None) is SelfAttention:
+        attention.submodules.core_attention = TreeAttention
+        if dims.has("o_bias"):
+            attention.submodules.linear_proj = with_bias(attention.submodules.linear_proj)
+
+
+def _use_own_parts(parts: Any, config: TransformerConfig) -> None:
     """Norms and activation of a local layer spec -> ours, which keep less for the backward."""
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    if qk_norm:
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        if getattr(parts, name) is not IdentityOp:
+            setattr(parts, name, RMSNorm)
+    if config.qk_layernorm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    mlp = submodules(parts.mlp)
-    experts = getattr(mlp, "experts", None)
-    (mlp if experts is None else submodules(experts)).activation_func = SwiGLU
+    if config.gated_linear_unit:
+        mlp = submodules(parts.mlp)
+        experts = getattr(mlp, "experts", None)
+        (mlp if experts is None else submodules(experts)).activation_func = SwiGLU

@@ -105,6 +105,19 @@ class SwiGLU(torch.nn.Module):
         return {}
 
 
+class ReplicatedLinear(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank holds whole, as Transformer Engine's `parallel_mode="duplicated"`
+    (the projections around latent experts), where that is not installed."""
+
+    def __init__(self, size_in: int, size_out: int, *, config: Any, bias: bool, **_: Any) -> None:
+        super().__init__(size_in, size_out, bias, dtype=config.params_dtype)
+        for parameter in self.parameters():  # each rank sees its own rows: gradients are summed over the ranks
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
 @cache
 def with_bias(linear: Any) -> Any:
     """A linear layer's class of the layer spec that has a bias whatever its caller says: megatron-core gives the

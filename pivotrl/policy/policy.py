@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from pivotrl.config import Experts, Optimizer, Parallel, Precision
 from pivotrl.errors import UserError
 from pivotrl.models.dims import Dims
 from pivotrl.models.folder import ModelFolder
-from pivotrl.models.mapping import Entry, plan
+from pivotrl.models.mapping import Entry
 from pivotrl.models.registry import family_for
 from pivotrl.models.rope import Rope
 from pivotrl.policy import cpu_shim, distributed
@@ -42,7 +43,7 @@ from pivotrl.policy.optimizer import data_parallel, make_optimizer, parameter_gr
 from pivotrl.policy.prefix_tree import PrefixTree, TokenSequence, build_tree, schedule
 from pivotrl.policy.refit import RefitSource
 from pivotrl.policy.schedule import learning_rate
-from pivotrl.policy.weights import full_weights, load_weights, write_folder
+from pivotrl.policy.weights import full_weights, load_weights, set_constants, write_folder
 from pivotrl.refit.execute import Shard
 from pivotrl.refit.layout import EngineLayout
 
@@ -73,9 +74,16 @@ class MegatronPolicy:
     """A causal language model on megatron-core: log-probs, training steps, weights under Hugging Face names."""
 
     def __init__(
-        self, chunks: list[PolicyModel], dims: Dims, table: dict[str, Entry], seed: int, experts: Experts
+        self,
+        chunks: list[PolicyModel],
+        dims: Dims,
+        table: dict[str, Entry],
+        seed: int,
+        experts: Experts,
+        constants: dict[str, Tensor] | None = None,
     ) -> None:
         self.chunks, self.dims, self.table, self.seed = chunks, dims, table, seed
+        self.constants = constants or {}  # by Hugging Face name, float32: an engine serves them, too
         self.settings: Optimizer | None = None
         self.total_steps = 0
         self.step = 0  # train_step calls so far; drives the schedule
@@ -125,7 +133,7 @@ class MegatronPolicy:
             raise UserError(problem)
         folder = ModelFolder(Path(model_dir))
         family = family_for(folder.config)
-        dims = family.dims(folder.config)
+        dims = replace(family.dims(folder.config), mtp_kinds=())
         settings = family.to_megatron_kwargs(folder.config)
         if precision.fp8 is not None:
             found = list(fp8.conflicts(precision, dims.layers, parallel))
@@ -141,12 +149,12 @@ class MegatronPolicy:
         config = transformer_config(settings, dims, parallel, dtypes[precision.policy], recompute, experts, precision)
         with cpu_shim.scope():
             chunks = build_chunks(config, dims, rope, max_length)
-        table = plan(family.rules, dims)
-        load_weights(chunks, folder, family, dims, table)
+        table, constants = load_weights(chunks, folder, family, dims)
         if torch.cuda.is_available():
             for chunk in chunks:
                 chunk.cuda()
-        policy = cls(chunks, dims, table, seed, experts or Experts())
+        policy = cls(chunks, dims, table, seed, experts or Experts(), constants)
+        set_constants(chunks, family, dims, constants)  # now: a bf16 wrapper has cast every buffer
         if keep_reference:
             policy._reference = [p.detach().cpu().clone() for p in policy.parameters()]
         if optimizer is not None:
@@ -254,12 +262,12 @@ class MegatronPolicy:
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, in the policy's dtype; every rank must consume all."""
         self.settle()
-        return full_weights(self.chunks, self.dims, self.table)
+        return chain(full_weights(self.chunks, self.dims, self.table), self.constants.items())
 
     def weights_for(self, engine: EngineLayout) -> Iterator[tuple[str, Tensor | Shard]]:
         """(Hugging Face name, what this rank's engine serves of it), sent by plan; every rank must consume all."""
         self.settle()
-        return self.refit_source.stream(engine)
+        return chain(self.refit_source.stream(engine), self.constants.items())
 
     def save_hf(self, out_dir: Path, source_dir: Path, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder whole or not at all; config and tokenizer are `source_dir`'s. All ranks call it.
@@ -268,7 +276,9 @@ class MegatronPolicy:
         """
         extra = {} if chat_template is None else {"chat_template.jinja": chat_template}
         dtype = self.model.config.params_dtype
-        write_folder(self.hf_weights(), self.table, Path(out_dir), Path(source_dir), dtype, extra)
+        self.settle()
+        weights = full_weights(self.chunks, self.dims, self.table)
+        write_folder(weights, self.table, Path(out_dir), Path(source_dir), dtype, extra, self.constants)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -7,12 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from pivotrl.models.rope import Rope
+from pivotrl.models.rope import NONE, Rope
 from pivotrl.policy.tree_kernel import Tables
 
 
 def rope_tables(position_ids: Tensor, head_dim: int, rope: Rope, dtype: torch.dtype) -> Tables:
     """Cosines and sines [S, head_dim] at `position_ids` [S] (half-rotation layout, as in Llama)."""
+    if rope.kind == NONE:
+        ones = torch.ones(len(position_ids), head_dim, dtype=dtype, device=position_ids.device)
+        return ones, torch.zeros_like(ones)
     angles = position_ids.float()[:, None] * inverse_frequencies(rope, head_dim).to(position_ids.device)
     angles = torch.cat([angles, angles], -1)  # [S, head_dim]
     return (angles.cos() * rope.amplitude).to(dtype), (angles.sin() * rope.amplitude).to(dtype)

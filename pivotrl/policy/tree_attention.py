@@ -15,6 +15,7 @@ from torch import Tensor
 from pivotrl.policy.experts import Balance, Router
 from pivotrl.policy.prefix_tree import Ints, PrefixTree
 from pivotrl.policy.tree_kernel import CpuPlan, CpuTreeAttention, Tables
+from pivotrl.policy.tree_scan import ScanPlan
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class TreeParams(PackedSeqParams):
     tables: Tables | None = None  # cosine and sine [R, d]
     key_tables: Tables | None = None  # [S, d]
     split: ContextSplit | None = None  # None: one rank
+    scan: ScanPlan | None = None  # of all S rows, for Mamba layers
     pair_source: Tensor | None = None  # [P] index into `sources`
     sources: Tensor | None = None  # [U] rows of this rank whose logits are needed
     pair_token: Tensor | None = None  # [P]
@@ -71,6 +73,12 @@ class _GatherRows(torch.autograd.Function):
         own = everyone.new_empty(len(split.order) // split.group.size(), *everyone.shape[1:])
         dist.reduce_scatter_tensor(own, everyone, group=split.group)
         return own.to(grads[0].dtype), None
+
+
+def gather_rows(x: Tensor, split: ContextSplit) -> Tensor:
+    """The rows [R, ...] of every context-parallel rank in the order of the tree: [S, ...]."""
+    gathered: Tensor = _GatherRows.apply(x, split)
+    return gathered
 
 
 class _GatherPairs(torch.autograd.Function):
@@ -133,7 +141,7 @@ class TreeAttention(MegatronModule):
             self.router.replay(p.experts, p.balance)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if p.split is not None:
-            k, v = _GatherRows.apply(torch.stack([k, v], 1), p.split).unbind(1)  # [S, g, d]
+            k, v = gather_rows(torch.stack([k, v], 1), p.split).unbind(1)  # [S, g, d]
         if query.is_cuda:
             from pivotrl.policy.tree_flex import flex_tree_attention
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,12 +17,13 @@ from pivotrl.config import Parallel
 from pivotrl.layout import layer_places, stage_layers
 from pivotrl.models.dims import Dims
 from pivotrl.models.folder import ModelFolder
-from pivotrl.models.mapping import Entry, Place, check_source, global_name, local_shard, merge, unpack
+from pivotrl.models.mapping import Entry, Place, check_source, global_name, local_shard, merge, plan, unpack
 from pivotrl.models.output import Planned, SafetensorsWriter, carry_over, new_folder
 from pivotrl.models.registry import Family
 from pivotrl.policy.model import PolicyModel
 
 SHARD_BYTES = 4 * 2**30  # size of one written safetensors file
+FURTHER_TOKENS = r"mtp\..*"  # layers that the policy neither computes nor changes
 
 
 def place_of(model: PolicyModel) -> Place:
@@ -42,7 +44,7 @@ def named_parameters(chunks: Sequence[PolicyModel], dims: Dims) -> Iterator[tupl
     for model in chunks:
         place = place_of(model)
         for name, parameter in model.named_parameters():
-            yield global_name(name, place, dims.experts), parameter
+            yield global_name(name, place, dims), parameter
 
 
 def stage_layers_of(model: PolicyModel) -> tuple[int, ...]:
@@ -54,13 +56,31 @@ def stage_layers_of(model: PolicyModel) -> tuple[int, ...]:
 
 
 def load_weights(
-    chunks: Sequence[PolicyModel], folder: ModelFolder, family: Family, dims: Dims, table: dict[str, Entry]
-) -> None:
-    """Fill every parameter from the folder. Raises UserError naming what is missing, unknown or misshapen."""
-    check_source(table, folder.shapes, family.ignored_names(dims), str(folder.path))
+    chunks: Sequence[PolicyModel], folder: ModelFolder, family: Family, dims: Dims
+) -> tuple[dict[str, Entry], dict[str, Tensor]]:
+    """Fill every parameter from the folder: (the table of what is trained, what is constant by Hugging Face name).
+
+    Raises UserError naming what is missing, unknown or misshapen.
+    """
+    whole = plan(family.rules, dims)
+    check_source(whole, folder.shapes, (*family.ignored_names(dims), FURTHER_TOKENS), str(folder.path))
+    trained = {name: entry for name, entry in whole.items() if not entry.rule.constant}
     for model in chunks:
-        _load_chunk(model, folder, dims, table)
+        _load_chunk(model, folder, dims, trained)
+    constants = {n: folder.tensor(n).float() for e in whole.values() if e.rule.constant for n in e.hf}
     folder.close()
+    return trained, constants
+
+
+def set_constants(chunks: Sequence[PolicyModel], family: Family, dims: Dims, constants: Mapping[str, Tensor]) -> None:
+    """Fill the constant buffers, in float32 whatever the parameters' dtype."""
+    whole = plan(family.rules, dims)
+    for model in chunks:
+        place = place_of(model)
+        for name, buffer in model.named_buffers():
+            entry = whole.get(global_name(name, place, dims))
+            if entry is not None:
+                buffer.data = constants[entry.hf[0]].to(buffer.device, copy=True)
 
 
 def _load_chunk(model: PolicyModel, folder: ModelFolder, dims: Dims, table: dict[str, Entry]) -> None:
@@ -68,7 +88,7 @@ def _load_chunk(model: PolicyModel, folder: ModelFolder, dims: Dims, table: dict
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(local_shard(name, table, dims, place, folder.tensor))
-            entry = table.get(global_name(name, place, dims.experts))
+            entry = table.get(global_name(name, place, dims))
             if entry and entry.rule.expert:
                 # with one expert-parallel rank megatron-core reduces experts over the ranks of dense weights, which is
                 # silently wrong where expert_tensor differs from tensor: several ranks then hold the same expert
@@ -148,12 +168,13 @@ def write_folder(
     source_dir: Path,
     dtype: torch.dtype,
     extra: Mapping[str, str],
+    carried: Collection[str] = (),
 ) -> None:
     """Write a Hugging Face folder; rank 0 writes, every rank takes part in gathering `weights` (those of `table`).
 
     The folder appears under its name only when it is whole: it is written beside it and renamed. config.json,
-    generation_config.json, the tokenizer and the like are carried over from `source_dir`; `extra` holds files (name ->
-    text) that take their place.
+    generation_config.json, the tokenizer and the like are carried over from `source_dir`, and so are tensors that are
+    not the policy's to change (`carried`, by name); `extra` holds files (name -> text) that take their place.
     """
     if dist.get_rank() != 0:
         for _ in weights:
@@ -161,11 +182,17 @@ def write_folder(
     else:
         entries = table.values()
         planned = [Planned(n, dtype, s) for entry in entries for n, s in zip(entry.hf, entry.shapes, strict=True)]
+        source = ModelFolder(source_dir)
+        kept = [n for n in source.file_of if n in carried or re.fullmatch(FURTHER_TOKENS, n)]
+        planned += [Planned(n, source.infos[n].dtype, source.infos[n].shape) for n in kept]
         with new_folder(out_dir, sum(t.nbytes for t in planned), force=True) as folder:
             writer = SafetensorsWriter(folder, planned, SHARD_BYTES)
             for name, tensor in weights:
                 writer.put(name, tensor.cpu())
+            for name in kept:
+                writer.put(name, source.tensor(name))
             writer.finish()
+            source.close()
             carry_over(source_dir, folder, dtype)
             for name, text in extra.items():
                 (folder / name).write_text(text, encoding="utf-8")

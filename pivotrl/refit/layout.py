@@ -127,6 +127,8 @@ class EngineLayout:
         if self.tensor == 1 or entry.rule.axis is None:
             return [whole(shape) for shape in entry.shapes]
         layout, t, size = entry.rule.layout, tensor_rank, self.tensor
+        if layout == "sections":  # a rank serves a part of each, which is no box: its loader cuts them out of the whole
+            return [whole(shape) for shape in entry.shapes]
         if layout == "vocab":
             return [_rows(shape, *_padded_split(shape[0], t, size)) for shape in entry.shapes]
         if layout == "qkv":
@@ -158,12 +160,25 @@ def pieces(entry: Entry, dims: Dims, shard: int, size: int) -> list[Piece]:
     shape = shapes[0]
     if size == 1 or rule.axis is None:
         return [Piece(0, whole(shape), whole(shape))]
+    if rule.layout == "sections":
+        return _section_pieces(entry, shard, size)
     if rule.layout == "vocab":
         rows = -(-shape[0] // size)
         start, stop = min(shard * rows, shape[0]), min((shard + 1) * rows, shape[0])
         return [Piece(0, _rows(shape, start, stop), _rows(shape, 0, stop - start))] if stop > start else []
     box = _even(shape, rule.axis, shard, size, entry)
     return [Piece(0, box, tuple((0, stop - start) for start, stop in box))]
+
+
+def _section_pieces(entry: Entry, shard: int, size: int) -> list[Piece]:
+    """A shard holds its share of each section of rows, one after another."""
+    shape, out, start, local = entry.shapes[0], [], 0, 0
+    for _, rows in entry.sections:
+        part = rows // size
+        first = start + shard * part
+        out.append(Piece(0, _rows(shape, first, first + part), _rows(shape, local, local + part)))
+        start, local = start + rows, local + part
+    return out
 
 
 def _qkv_pieces(entry: Entry, dims: Dims, shard: int, size: int) -> list[Piece]:

@@ -67,6 +67,7 @@ def test_layouts_of_four_processes_equal_hugging_face(tmp_path: Path) -> None:
         # odd: does not divide over two ranks
         "llama": save_tiny("llama", tmp_path / "llama", vocab_size=121, num_hidden_layers=4),
         "qwen3_moe": save_tiny("qwen3_moe", tmp_path / "qwen3_moe", num_hidden_layers=4),
+        "nemotron_h": save_tiny("nemotron_h", tmp_path / "nemotron_h"),
     }
     for name, model in models.items():
         torch.save(reference(model), tmp_path / f"{name}.reference")

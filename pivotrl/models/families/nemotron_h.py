@@ -1,8 +1,10 @@
 """Nemotron-H and Nemotron-3 (Nano, Super): Mamba-2, attention, mixture-of-experts and dense layers in one stack.
 
-For conversion only: the policy builds no Mamba layers. Hugging Face names are those of the published files, sizes as
-transformers' NemotronHForCausalLM has them; megatron names are those of megatron-core's hybrid model (MambaModel) with
-Transformer Engine, among them the layers that predict further tokens (`mtp`), which transformers leaves out.
+Hugging Face names are those of the published files, sizes as transformers' NemotronHForCausalLM has them; megatron names
+are those of megatron-core's hybrid model (MambaModel) with Transformer Engine, among them the layers that predict
+further tokens (`mtp`), which transformers leaves out and the policy does not train.
+
+The time step is not clamped: megatron-core and vLLM have no limit, transformers takes `time_step_min` for one.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def _layer(m: str, h: str) -> tuple[Rule, ...]:
         rule("dense", "mlp." + _FC2, "mixer.down_proj.weight", "hidden", "ffn", axis=1),
         rule("moe", "pre_mlp_layernorm.weight", "norm.weight", "hidden"),
         rule("moe", "mlp.router.weight", "mixer.gate.weight", "experts", "hidden"),
-        rule("moe", "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", "experts"),
+        rule("moe", "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", "experts", constant=True),
         rule("moe", "mlp.fc1_latent_proj.weight", "mixer.fc1_latent_proj.weight", "latent", "hidden", needs="latent"),
         rule("moe", "mlp.fc2_latent_proj.weight", "mixer.fc2_latent_proj.weight", "hidden", "latent", needs="latent"),
         rule("moe", experts + _FC1, "mixer.experts.{expert}.up_proj.weight", "moe_ffn", "expert_in", axis=0),
@@ -128,6 +130,8 @@ def dims(config: HFConfig) -> Dims:
     latent = int(config.get("moe_latent_size") or 0)
     extra = {
         "mamba_heads": mamba_heads,
+        "mamba_groups": int(need(config, "n_groups")),
+        "chunk": int(config.get("chunk_size") or 128),
         "inner": inner,
         "states": states,
         "mamba_in": 2 * inner + 2 * states + mamba_heads,
@@ -158,7 +162,52 @@ def dims(config: HFConfig) -> Dims:
 
 
 def to_megatron_kwargs(config: HFConfig) -> dict[str, Any]:
-    raise UserError(
-        f"config.json: {ARCHITECTURES[0]} can be converted, not trained: the policy here builds no Mamba layers; "
-        "train it with NVIDIA's NeMo-RL or Megatron-Bridge, or choose a Qwen3 or Llama model"
-    )
+    d = dims(config)
+    for key, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
+        refuse(config, key, (None, only))
+    for key in ("sliding_window", "residual_in_fp32"):
+        refuse(config, key)
+    return {
+        "num_layers": d.layers,
+        "hidden_size": d.hidden,
+        "num_attention_heads": d.heads,
+        "num_query_groups": d.kv_heads,
+        "kv_channels": d.head_dim,
+        "ffn_hidden_size": d.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(config.get("layer_norm_epsilon", config.get("norm_eps", 1e-5))),
+        "gated_linear_unit": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "qk_layernorm": False,
+        **(_experts(config, d) if d.experts else {}),
+    }
+
+
+def _experts(config: HFConfig, d: Dims) -> dict[str, Any]:
+    chosen = int(need(config, "num_experts_per_tok"))
+    if not config.get("norm_topk_prob", True) or chosen == 1:
+        raise UserError(
+            "config.json: 'norm_topk_prob: false' and 'num_experts_per_tok: 1' are not supported; the router here "
+            "normalises over two experts or more"
+        )
+    among = int(config.get("n_group") or 1)
+    return {
+        "num_moe_experts": d.experts,
+        "moe_router_topk": chosen,
+        "moe_ffn_hidden_size": d.moe_ffn,
+        "moe_shared_expert_intermediate_size": d.size("shared"),
+        "moe_latent_size": d.size("latent") or None,
+        "moe_layer_freq": [int(kind == "moe") for kind in d.kinds],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # it balances the load in pretraining; here it stays what it is
+        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
+        "moe_router_num_groups": among if among > 1 else None,
+        "moe_router_group_topk": int(need(config, "topk_group")) if among > 1 else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }
