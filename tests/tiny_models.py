@@ -52,6 +52,8 @@ _HYBRID = {
 }
 SERVED_VOCABULARY = 320
 _SERVED: dict[str, Any] = {"vocab_size": SERVED_VOCABULARY, "head_dim": 32, "max_position_embeddings": 512}
+# without experts: on CPU builds vLLM has none without a gate
+_SERVED_HYBRID = {"hybrid_override_pattern": "M-M*-", "chunk_size": 256}
 _SERVED_MOE = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "mlp_only_layers": []}
 
 
@@ -138,9 +140,9 @@ def on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_served(name: str, folder: Path, seed: int, **changes: Any) -> Path:
-    """A "llama" or "qwen3_moe" of sizes that vLLM's kernels take; the folder."""
-    moe = _SERVED_MOE if name == "qwen3_moe" else {}
-    save_tiny(name, folder, seed=seed, **{**_SERVED, **moe, **changes})
+    """A "llama", "qwen3_moe" or "nemotron_h" of sizes that vLLM's kernels take; the folder."""
+    own = {"qwen3_moe": _SERVED_MOE, "nemotron_h": _SERVED_HYBRID}.get(name, {})
+    save_tiny(name, folder, seed=seed, **{**_SERVED, **own, **changes})
     return folder
 
 

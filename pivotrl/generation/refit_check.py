@@ -7,12 +7,14 @@ mis-shapes a tensor is caught by comparison with the checkpoint format itself, n
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pivotrl.errors import UserError
 from pivotrl.generation.engine import RefitError
+from pivotrl.models.dims import FURTHER_TOKENS
 
 Shape = tuple[int, ...]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -37,7 +39,8 @@ class ExpectedWeights:
         """Read config.json and the headers (no tensor data) of every *.safetensors file of a model folder."""
         shapes: dict[str, Shape] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            shapes.update(read_safetensors_shapes(path))
+            found = read_safetensors_shapes(path)
+            shapes.update({name: shape for name, shape in found.items() if not re.fullmatch(FURTHER_TOKENS, name)})
         if not shapes:
             raise UserError(
                 f"{folder}: no *.safetensors file; the engine needs a model folder with safetensors weights"

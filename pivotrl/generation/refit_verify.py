@@ -76,6 +76,10 @@ class RefitVerifier:
             total = bit_sum(tensor, dtype, anyorder=dtype == FP8 or expert is not None)
             self._sent[name] = _Sent(tensor.shape[0], 0, dtype, total, None)
             return
+        if name.endswith(".A_log"):  # served as the decay that it stands for, in float32
+            decay = -torch.exp(tensor.detach().float())
+            self._sent[name] = _Sent(len(tensor), 0, torch.float32, bit_sum(decay, torch.float32), None)
+            return
         matrix = tensor.ndim == 2
         on_cpu = tensor.device.type == "cpu"
         # CPU builds serve no readable copy of a dense matrix, so its bit sum would have nothing to be compared with
@@ -103,7 +107,7 @@ class RefitVerifier:
                 continue
             if name == HEAD and HEAD not in self._sent:
                 sources = [EMBEDDING]
-            if served.ndim == 3:
+            if served.ndim == 3 and len(sources) > 1:  # one source: a convolution
                 self._compare_experts(report, name, module, served, sources)
             else:
                 self._compare_dense(report, name, module, served, sources)

@@ -30,10 +30,23 @@ class Served(NamedTuple):
 def served_parameters(model: nn.Module) -> Iterator[Served]:
     """Every parameter of vLLM's module. A tied head appears under its own name."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     for module_name, module in model.named_modules():
         for parameter, tensor in module.named_parameters(recurse=False):
             sources = _sources(module_name, module, parameter, tensor.shape[0] if tensor.ndim else 0, fused)
+            if mapper is not None:
+                sources = [_renamed(source, mapper) for source in sources]
             yield Served(f"{module_name}.{parameter}", module, parameter, tensor, sources)
+
+
+def _renamed(name: str, mapper: Any) -> str:
+    """The Hugging Face name that a model's `hf_to_vllm_mapper` makes `name` of."""
+    for theirs, ours in mapper.orig_to_new_prefix.items():
+        if ours is not None and name.startswith(f"{ours}."):
+            name = theirs + name.removeprefix(ours)
+            break
+    back = {ours: theirs for theirs, ours in mapper.orig_to_new_substr.items() if ours}
+    return ".".join(back.get(part, part) for part in name.split("."))
 
 
 def _sources(name: str, module: nn.Module, parameter: str, rows: int, fused: dict[str, list[str]]) -> list[str]:
@@ -67,11 +80,13 @@ class RankShards:
     """The part of each Hugging Face tensor that one tensor-parallel rank serves; all of it on a single rank.
 
     `elsewhere`: names of which it serves nothing: other ranks' experts, and a vocabulary that ends before its rows.
+    `cut_by_engine`: names that it is sent whole and serves a part of.
     """
 
     def __init__(self, folder: Path, tensor_parallel: int, rank: int, expert_parallel: bool = False) -> None:
         self.layout = EngineLayout(1, tensor_parallel, tensor_parallel if expert_parallel else 1)
         self.elsewhere: frozenset[str] = frozenset()
+        self.cut_by_engine: set[str] = set()
         self._boxes: dict[str, Box | None] = {}
         if tensor_parallel > 1:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -79,6 +94,7 @@ class RankShards:
             dims = family.dims(config)
             for entry in plan(family.rules, dims).values():
                 self._boxes.update(zip(entry.hf, self.layout.needs(entry, dims, rank), strict=True))
+                self.cut_by_engine.update(entry.hf if entry.rule.layout == "sections" else ())
             self.elsewhere = frozenset(name for name, box in self._boxes.items() if box is None or not numel(box))
 
     @property

@@ -17,6 +17,8 @@ from pivotrl.generation.engine import Completion, OnFinished, Sampling, refuse_n
 from pivotrl.generation.refit_check import ExpectedWeights
 from pivotrl.generation.requests import check_lengths, check_request, check_token_ids, sample_seed
 from pivotrl.generation.routed import RoutedLayers
+from pivotrl.models.folder import ModelFolder
+from pivotrl.models.registry import family_for
 from pivotrl.refit.layout import EngineLayout
 
 if TYPE_CHECKING:
@@ -122,8 +124,10 @@ class VllmEngine(StatefulEngine):
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that gives them back
             arguments["enable_return_routed_experts"] = True
         if self._on_cpu:
-            # a chunk of a seeded prompt rewinds its generator, which CPU generators cannot do (RuntimeError)
+            # a chunk of a seeded prompt rewinds its generator, which CPU generators cannot do (RuntimeError); and
+            # without chunks vLLM keeps no states of Mamba layers by prefix
             arguments["enable_chunked_prefill"] = False
+            arguments["enable_prefix_caching"] = not _has_mamba(model_dir)
             arguments["kv_cache_memory_bytes"] = int(generation.kv_cache_gib * 2**30)
         else:
             arguments["enable_sleep_mode"] = True
@@ -299,6 +303,11 @@ class VllmEngine(StatefulEngine):
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not reset its prefix cache (requests still running?)")
+
+
+def _has_mamba(model_dir: Path) -> bool:
+    config = ModelFolder(model_dir).config
+    return "mamba" in family_for(config).dims(config).kinds
 
 
 def _has_process_groups() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from pivotrl.errors import UserError
 
 HFConfig = Mapping[str, Any]
+FURTHER_TOKENS = r"mtp\..*"  # Hugging Face names of layers that predict further tokens: here neither run nor trained
 
 
 @dataclass(frozen=True)

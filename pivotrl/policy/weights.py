@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pivotrl.config import Parallel
 from pivotrl.layout import layer_places, stage_layers
-from pivotrl.models.dims import Dims
+from pivotrl.models.dims import FURTHER_TOKENS, Dims
 from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import Entry, Place, check_source, global_name, local_shard, merge, plan, unpack
 from pivotrl.models.output import Planned, SafetensorsWriter, carry_over, new_folder
@@ -23,7 +23,6 @@ from pivotrl.models.registry import Family
 from pivotrl.policy.model import PolicyModel
 
 SHARD_BYTES = 4 * 2**30  # size of one written safetensors file
-FURTHER_TOKENS = r"mtp\..*"  # layers that the policy neither computes nor changes
 
 
 def place_of(model: PolicyModel) -> Place:
