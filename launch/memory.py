@@ -1,9 +1,9 @@
 """Memory of one GPU and size of checkpoints, from the Hugging Face config alone. Pure; docs/cluster.md explains it.
 
-Weights of a Llama-shaped block (RMSNorm, grouped-query attention, SwiGLU or a mixture of such experts), exactly; then
-what training adds to them: gradients and Adam in float32 (megatron-core's distributed optimiser shards Adam over the
-data-parallel ranks), activations by the tensors that the backward reads. Trainer and engine take turns on a GPU
-(`pivotrl.training.handover`): each phase must fit by itself.
+Weights of a Llama-shaped block (RMSNorm, grouped-query attention, SwiGLU or a mixture of such experts) or of a hybrid's
+layers, exactly; then what training adds to them: gradients and Adam in float32 (megatron-core's distributed optimiser
+shards Adam over the data-parallel ranks), activations by the tensors that the backward reads. Trainer and engine take
+turns on a GPU (`pivotrl.training.handover`): each phase must fit by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from pivotrl.config import Config, Optimizer
 from pivotrl.models.dims import Dims, dense_dims
+from pivotrl.models.hybrid_dims import hybrid_dims
 
 GIB = 2**30
 OVERHEAD_GIB = 4.0  # CUDA context, NCCL buffers and fragmentation
@@ -45,9 +46,21 @@ class Model:
     weights: Weights
     qk_norm: bool = False
 
+    @property
+    def hybrid(self) -> bool:
+        """Layers are Mamba, attention, MLP or experts, each alone."""
+        return "mamba" in self.dims.kinds
+
+    @property
+    def attentions(self) -> int:
+        """Layers with a KV cache."""
+        return self.dims.kinds.count("attention") if self.hybrid else self.dims.layers
+
 
 def read_model(config: Mapping[str, Any]) -> Model:
-    """Sizes of a Hugging Face config. Raises UserError for one without the keys of a Llama-shaped model."""
+    """Sizes of a Hugging Face config. Raises UserError for one without the keys of a model known here."""
+    if "NemotronHForCausalLM" in (config.get("architectures") or ()):
+        return _read_hybrid(config)
     d = dense_dims(config)
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     moe_ffn = int(config.get("moe_intermediate_size") or d.ffn)
@@ -63,6 +76,22 @@ def read_model(config: Mapping[str, Any]) -> Model:
     kinds = tuple("moe" if m else "dense" for m in moe)
     dims = replace(d, moe_ffn=moe_ffn, experts=experts, kinds=kinds)
     return Model(dims, int(config.get("num_experts_per_tok") or 0) if experts else 0, weights, qk_norm > 0)
+
+
+def _read_hybrid(config: Mapping[str, Any]) -> Model:
+    d = replace(hybrid_dims(config), mtp_kinds=())
+    h, inner, conv, experts = d.hidden, d.size("inner"), d.size("conv"), d.experts
+    of_conv = conv * (d.size("kernel") + d.has("conv_bias"))
+    dense = {
+        "mamba": 3 * d.size("mamba_heads") + h * (d.size("mamba_in") + inner) + of_conv + inner,
+        "attention": h * 2 * (d.size("q") + d.size("kv")),
+        "dense": 2 * h * d.ffn,
+        "moe": (h + 1) * experts + 2 * h * (d.size("latent") + d.size("shared")),  # a router has a bias
+    }
+    count = sum(h + dense[kind] for kind in d.kinds) + h
+    routed = d.kinds.count("moe") * experts * 2 * d.size("expert_in") * d.moe_ffn
+    chosen = int(config.get("num_experts_per_tok") or 0) if experts else 0
+    return Model(d, chosen, Weights(count, routed, d.vocab * h, d.tied))
 
 
 def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | None = None) -> dict[str, float]:
@@ -82,7 +111,7 @@ def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | N
     activations = activation_bytes(model, cfg, tokens_of(cfg, o), o) / GIB
     if o.cpu_offload:  # there only when activations and scores are gone: what it needs beyond their memory
         optimiser = max(0.0, optimiser - activations - SCORES_GIB)
-    return {
+    found = {
         "weights": w * (dense + experts) / GIB,
         "gradients": 4 * (dense + experts) / GIB,
         "optimiser": optimiser,
@@ -90,6 +119,15 @@ def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | N
         "scores": SCORES_GIB,
         "overhead": OVERHEAD_GIB,
     }
+    return found | ({"scan": _scan_bytes(model, cfg, tokens_of(cfg, o)) / GIB} if model.hybrid else {})
+
+
+def _scan_bytes(model: Model, cfg: Config, tokens: int) -> float:
+    """What the scan of one Mamba layer takes in float32 while it runs: decays between the rows of a chunk (twice, and
+    their gradients), and about ten tensors of the size of its input."""
+    d, p = model.dims, cfg.parallel
+    each = 4 * d.size("mamba_heads") * d.size("chunk") + 10 * d.size("inner")
+    return 4.0 * tokens * each / (p.context * p.tensor)
 
 
 def tokens_of(cfg: Config, optimizer: Optimizer | None = None) -> int:
@@ -98,9 +136,11 @@ def tokens_of(cfg: Config, optimizer: Optimizer | None = None) -> int:
 
 
 def layer_bytes(model: Model, cfg: Config, kind: str, tokens: int) -> float:
-    """Bytes that the backward of one layer reads, for a tree of `tokens` unique tokens. `kind`: "dense" or "moe"."""
+    """Bytes that the backward of one layer reads, for a tree of `tokens` unique tokens. `kind`: as in `Dims.kinds`."""
     d, p, w = model.dims, cfg.parallel, BYTES[cfg.precision.policy]
     sharded = p.tensor if p.sequence else 1
+    if model.hybrid:
+        return tokens / p.context * _hybrid_bytes(model, cfg, kind, sharded)
     residual = 4 * d.hidden / sharded  # inputs of both norms and their results
     q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
     attention = (2 * q + 2 * kv) / p.tensor  # queries, keys, values, result
@@ -113,6 +153,25 @@ def layer_bytes(model: Model, cfg: Config, kind: str, tokens: int) -> float:
         mlp = 3 * d.ffn / p.tensor  # gate and up, and their product
     statistics = 4 * (d.heads / p.tensor + 2 / sharded)  # float32: log-sum-exp of attention, scales of the norms
     return tokens / p.context * (w * (residual + attention + mlp) + statistics)
+
+
+def _hybrid_bytes(model: Model, cfg: Config, kind: str, sharded: int) -> float:
+    """Bytes a token of a layer that is one thing: what its norm reads and gives, and what is between."""
+    d, p = model.dims, cfg.parallel
+    elements, floats = 2 * d.hidden / sharded, 1 / sharded
+    if kind == "mamba":  # both projections' inputs; the scan between them is computed again
+        elements += (d.size("mamba_in") + d.size("inner")) / p.tensor
+    elif kind == "attention":
+        elements += 2 * (d.size("q") + d.size("kv")) / p.tensor
+        floats += d.heads / p.tensor
+    elif kind == "dense":  # before and after the square
+        elements += 2 * d.ffn / p.tensor
+    else:
+        latent, k = d.size("latent"), model.experts_per_token
+        elements += (k * (p.expert_tensor * d.size("expert_in") + 3 * d.moe_ffn) + latent) / sharded
+        elements += 2 * d.size("shared") / p.tensor
+        floats += 4 * d.experts / sharded  # the router
+    return BYTES[cfg.precision.policy] * elements + 4 * floats
 
 
 def activation_bytes(model: Model, cfg: Config, tokens: int, optimizer: Optimizer | None = None) -> float:
@@ -139,7 +198,7 @@ def engine_gib(model: Model, cfg: Config) -> dict[str, float]:
     weights = w * model.weights.total
     if fp8:  # embedding and head stay in bfloat16
         weights = model.weights.total + d.vocab * d.hidden * (1 if d.tied else 2)
-    kv_per_token = 2 * d.layers * d.kv_heads * d.head_dim * w / min(tp, d.kv_heads)
+    kv_per_token = 2 * model.attentions * d.kv_heads * d.head_dim * w / min(tp, d.kv_heads)
     return {
         "engine weights": weights / tp / GIB,
         "KV cache of one sequence": kv_per_token * cfg.model.context_length / GIB,

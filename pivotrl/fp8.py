@@ -87,6 +87,9 @@ def size_problems(recipe: str, dims: Dims, parallel: Parallel) -> Iterator[str]:
         sides["MLP width / parallel.tensor"] = dims.ffn // tp
     if "moe" in kinds:
         sides["expert width / parallel.expert_tensor"] = dims.moe_ffn // parallel.expert_tensor
+    if "mamba" in kinds:
+        sides["Mamba projection's rows / parallel.tensor"] = dims.size("mamba_in") // tp
+        sides["Mamba width / parallel.tensor"] = dims.size("inner") // tp
     for what, size in sides.items():
         if size % multiple:
             yield f"precision.fp8={recipe} needs multiples of {multiple}; {what} is {size} (use fp8=null)"

@@ -6,7 +6,7 @@ convolves and scans all rows of a tree for its share of those heads: rows are ga
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from pivotrl.models.dims import Dims
 from pivotrl.policy.tree_attention import ContextSplit, TreeParams, gather_rows
-from pivotrl.policy.tree_scan import gated_norm, tree_conv, tree_scan
+from pivotrl.policy.tree_scan import ScanPlan, gated_norm, tree_conv, tree_scan
 
 
 @dataclass
@@ -96,38 +97,49 @@ class TreeMamba(MegatronModule):
             raise TypeError("TreeMamba needs TreeParams with a ScanPlan: the model must be called with a prefix tree")
         projected, _ = self.in_proj(hidden_states)  # [R, 1, z x B C dt of this rank's heads]
         z, rest = projected[:, 0].split([self.inner, projected.shape[-1] - self.inner], -1)
-        y = self._mix(rest, packed_seq_params)
-        y = gated_norm(y, z, self.norm.weight, self.groups, self.config.layernorm_epsilon)  # [R, inner]
-        out, _ = self.out_proj(y[:, None])
+        if packed_seq_params.split is None:
+            y = _again(self._local, z, rest, packed_seq_params.scan)
+        else:
+            y = self._dealt(z, rest, packed_seq_params.scan, packed_seq_params.split)
+        out, _ = self.out_proj(y[:, None])  # of [R, inner]
         return out, None
 
-    def _mix(self, rest: Tensor, params: TreeParams) -> Tensor:
-        """x B C dt [R, ...] of this rank's rows -> what the scan gives them, [R, inner] float32."""
-        split, share = params.split, slice(0, self.heads)
+    def _local(self, z: Tensor, rest: Tensor, plan: ScanPlan) -> Tensor:
+        return self._normed(self._mix(rest, plan, slice(0, self.heads), None), z)
+
+    def _dealt(self, z: Tensor, rest: Tensor, plan: ScanPlan, split: ContextSplit) -> Tensor:
+        share, kept = self._share(split)
+        everyone = gather_rows(rest, split)  # [S, ...]
+        own = everyone.index_select(1, torch.cat([kept, self.inner + 2 * self.states + _range(share, kept)]))
+        y = _DealRows.apply(_again(self._mix, own, plan, share, kept), split)
+        return _again(self._normed, y, z)
+
+    def _normed(self, y: Tensor, z: Tensor) -> Tensor:
+        return gated_norm(y, z, self.norm.weight, self.groups, self.config.layernorm_epsilon)
+
+    def _mix(self, rest: Tensor, plan: ScanPlan, share: slice, kept: Tensor | None) -> Tensor:
+        """x B C dt [S, ...] -> what the scan gives a share of the heads, [S, heads of the share * width] float32.
+
+        `kept`: columns of the convolution that are this share's; None: all of them.
+        """
         weight, bias = self.conv1d.weight, self.conv1d.bias
-        if split is not None:
-            rest = gather_rows(rest, split)  # [S, ...]
-            share, kept = self._share(split)
-            rest = rest.index_select(1, torch.cat([kept, self.inner + 2 * self.states + _range(share, kept)]))
+        if kept is not None:
             weight, bias = weight.index_select(0, kept), None if bias is None else bias.index_select(0, kept)
-        heads = share.stop - share.start
-        width = self.inner // self.heads
+        heads, width, size = share.stop - share.start, self.inner // self.heads, self.states // self.groups
         mixed, dt = rest.split([rest.shape[1] - heads, heads], -1)
-        mixed = F.silu(tree_conv(mixed, weight, bias, params.scan)).float()  # type: ignore[arg-type]
-        states = mixed.shape[1] - heads * width
-        x, b, c = mixed.split([heads * width, states // 2, states // 2], -1)
+        mixed = F.silu(tree_conv(mixed, weight, bias, plan)).float()
+        states = (mixed.shape[1] - heads * width) // 2
+        x, b, c = mixed.split([heads * width, states, states], -1)
         x = x.view(len(x), heads, width)
-        size = self.states // self.groups
         y = tree_scan(
             x,
             F.softplus(dt.float() + self.dt_bias[share].float()),
             -self.A_log[share].float().exp(),
             b.view(len(b), -1, size),
             c.view(len(c), -1, size),
-            params.scan,  # type: ignore[arg-type]
+            plan,
         )
-        y = (y + self.D[share].float()[:, None] * x).flatten(1)  # [S, heads of this share * width]
-        return y if split is None else _DealRows.apply(y, split)
+        return (y + self.D[share].float()[:, None] * x).flatten(1)
 
     def _share(self, split: ContextSplit) -> tuple[slice, Tensor]:
         """This context-parallel rank's heads, and their columns of x B C."""
@@ -172,17 +184,26 @@ class TreeMamba(MegatronModule):
         return found
 
 
+def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Keeps the arguments alone for the backward, which computes the rest again: a twentieth of the projections."""
+    result: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
 def _range(share: slice, like: Tensor) -> Tensor:
     return torch.arange(share.start, share.stop, device=like.device)
 
 
 class _DealRows(torch.autograd.Function):
-    """Own columns of every row [S, c] -> every rank's columns of own rows [R, c * ranks]; the backward the other way."""
+    """Own columns of every row [S, c] -> every rank's columns of own rows [R, c * ranks], and back in the backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, split: ContextSplit) -> Tensor:
         ctx.split = split
-        return _dealt(y, split)
+        sent = y.index_select(0, split.order)  # by rank
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=split.group)
+        return received.view(split.group.size(), -1, y.shape[1]).transpose(0, 1).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -192,14 +213,6 @@ class _DealRows(torch.autograd.Function):
         received = torch.empty_like(sent)  # [ranks, R, c] by owner of the rows
         dist.all_to_all_single(received, sent, group=split.group)
         return received.flatten(0, 1).index_select(0, split.place), None
-
-
-def _dealt(y: Tensor, split: ContextSplit) -> Tensor:
-    ranks = split.group.size()
-    sent = y.index_select(0, split.order)  # by rank
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=split.group)
-    return received.view(ranks, -1, y.shape[1]).transpose(0, 1).flatten(1)
 
 
 def _in_sections(whole: ShardedTensor, sections: Mapping[str, int]) -> ShardedTensorFactory:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as groups
-from megatron.core.models.gpt import GPTModel
 from megatron.core.activations import squared_relu
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -30,8 +30,8 @@ from pivotrl.models.dims import Dims
 from pivotrl.models.rope import Rope
 from pivotrl.policy.experts import Balance, of_routers
 from pivotrl.policy.head import target_logprobs
-from pivotrl.policy.machine import uses_transformer_engine
 from pivotrl.policy.hybrid import hybrid_layers
+from pivotrl.policy.machine import uses_transformer_engine
 from pivotrl.policy.modules import RMSNorm, SwiGLU, with_bias
 from pivotrl.policy.prefix_tree import Ints, PrefixTree, split_rows
 from pivotrl.policy.rope import rope_tables

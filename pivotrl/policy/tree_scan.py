@@ -113,33 +113,38 @@ def tree_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, plan: 
     """
     chunks, length = plan.rows.shape
     heads, p = x.shape[1:]
-    groups, n = b.shape[1:]
+    groups = b.shape[1]
 
     def chunked(t: Tensor) -> Tensor:  # [S, ...] -> [N, Q, ...]
         return t.index_select(0, plan.rows.view(-1)).view(chunks, length, *t.shape[1:])
 
     # a place without a row takes no time: it neither decays nor adds
     steps = chunked(dt) * plan.real[:, :, None]  # [N, Q, heads]
-    since = (steps * decay).cumsum(1).transpose(1, 2)  # [N, heads, Q] log of the decay since the chunk's start
-    xs = (chunked(x) * steps[..., None]).permute(0, 2, 1, 3)  # [N, heads, Q, p]
+    shape = (chunks, groups, heads // groups, length)
+
+    def of_heads(t: Tensor) -> Tensor:  # [N, Q, heads, ...] -> [N, groups, heads of one, Q, ...]
+        return t.transpose(1, 2).reshape(*shape, *t.shape[3:])
+
+    since = of_heads((steps * decay).cumsum(1))  # log of the decay since the chunk's start
+    xs = of_heads(chunked(x) * steps[..., None])  # [N, groups, heads of one, Q, p]
     bs, cs = (chunked(t).transpose(1, 2) for t in (b, c))  # [N, groups, Q, n]
 
-    def per_head(t: Tensor) -> Tensor:  # [N, groups, ...] -> [N, heads, ...]
-        return t.repeat_interleave(heads // groups, 1)
-
     future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-    between = (since[..., :, None] - since[..., None, :]).masked_fill(future, -torch.inf).exp()  # [N, heads, Q, Q]
-    out = (per_head(cs @ bs.transpose(2, 3)) * between) @ xs  # [N, heads, Q, p]: what rows of the same chunk give
+    between = (since[..., :, None] - since[..., None, :]).masked_fill(future, -torch.inf).exp()
+    # what rows of the same chunk give: [N, groups, heads of one, Q, Q] @ [..., Q, p]
+    out = ((cs @ bs.transpose(2, 3))[:, :, None] * between) @ xs
 
-    left = (since[..., -1:] - since).exp()[..., None]  # [N, heads, Q, 1] of each row at the chunk's end
-    added = (xs * left).transpose(2, 3) @ per_head(bs)  # [N, heads, p, n]
-    states = _start_states(added, since[..., -1].exp()[..., None, None], plan)
-    out = out + (per_head(cs) @ states.transpose(2, 3)) * since.exp()[..., None]
-    return out.transpose(1, 2).reshape(chunks * length, heads, p).index_select(0, plan.place)
+    left = (since[..., -1:] - since).exp()[..., None]  # of each row at the chunk's end
+    added = (xs * left).transpose(3, 4).flatten(2, 3) @ bs  # [N, groups, heads of one * p, n]
+    kept = since[..., -1].exp()[..., None].expand(*shape[:3], p).reshape(chunks, groups, -1, 1)
+    states = _start_states(added, kept, plan)
+    seen = (cs @ states.transpose(2, 3)).view(chunks, groups, length, -1, p).transpose(2, 3)
+    out = out + seen * since.exp()[..., None]
+    return out.reshape(chunks, heads, length, p).transpose(1, 2).reshape(-1, heads, p).index_select(0, plan.place)
 
 
 def _start_states(added: Tensor, kept: Tensor, plan: ScanPlan) -> Tensor:
-    """The state before each chunk [N, heads, p, n], from what each adds and which share [N, heads, 1, 1] it keeps."""
+    """The state before each chunk [N, ..., n], from what each adds and which share [N, ..., 1] it keeps."""
     adds, keeps = added.split(plan.sizes), kept.split(plan.sizes)
     starts = [torch.zeros_like(adds[0])]
     end = adds[0]

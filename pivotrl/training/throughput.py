@@ -49,6 +49,8 @@ def peak_flops(device: str, precision: Precision) -> float | None:
 def active_parameters(dims: Dims, experts_per_token: int = 0) -> int:
     """Weights that multiply every token: without embedding, head and norms; of experts those that a token visits."""
     attention = dims.hidden * (2 * dims.size("q") + 2 * dims.size("kv"))
+    if "mamba" in dims.kinds:
+        return sum(_hybrid_layer(dims, dims.kind(i), attention, experts_per_token) for i in range(dims.layers))
     total = 0
     for layer in range(dims.layers):
         ffn = 3 * dims.hidden * dims.ffn
@@ -56,6 +58,17 @@ def active_parameters(dims: Dims, experts_per_token: int = 0) -> int:
             ffn = 3 * dims.hidden * dims.moe_ffn * experts_per_token + dims.hidden * dims.experts
         total += attention + ffn
     return total
+
+
+def _hybrid_layer(dims: Dims, kind: str, attention: int, experts_per_token: int) -> int:
+    """Of a layer that is one thing. A Mamba layer's scan, like attention scores, does not count."""
+    if kind == "mamba":
+        return dims.hidden * (dims.size("mamba_in") + dims.size("inner"))
+    if kind == "moe":
+        routed = 2 * dims.size("expert_in") * dims.moe_ffn * experts_per_token
+        around = 2 * dims.hidden * (dims.size("latent") + dims.size("shared"))
+        return routed + around + dims.hidden * dims.experts
+    return attention if kind == "attention" else 2 * dims.hidden * dims.ffn
 
 
 def forward_flops(dims: Dims, experts_per_token: int, tokens: float, targets: float) -> float:

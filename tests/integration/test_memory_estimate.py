@@ -27,6 +27,14 @@ SIZES = {
     "num_hidden_layers": 4,
 }
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+HYBRID = {
+    "hybrid_override_pattern": "MEM*-ME",
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 32,
+    "chunk_size": 128,
+    "moe_intermediate_size": 128,
+    "moe_latent_size": 96,
+}
 TOKENS = 600
 
 
@@ -80,10 +88,18 @@ def one_step(policy: MegatronPolicy) -> int:
 
 @pytest.mark.parametrize(
     ("name", "precision", "recompute"),
-    [("llama", "fp32", False), ("llama", "bf16", False), ("qwen3", "fp32", True), ("qwen3_moe", "fp32", False)],
+    [
+        ("llama", "fp32", False),
+        ("llama", "bf16", False),
+        ("qwen3", "fp32", True),
+        ("qwen3_moe", "fp32", False),
+        ("nemotron_h", "bf16", False),
+        ("nemotron_h", "fp32", False),
+    ],
 )
 def test_estimate_is_within_fifteen_percent(tmp_path: Path, name: str, precision: str, recompute: bool) -> None:
-    save_tiny(name, tmp_path / "m", **SIZES, **(EXPERTS if name == "qwen3_moe" else {}))
+    own = {"qwen3_moe": EXPERTS, "nemotron_h": {"num_hidden_layers": 7, **HYBRID}}.get(name, {})
+    save_tiny(name, tmp_path / "m", **{**SIZES, **own})
     settings = Optimizer(1e-3, tokens_per_microbatch=TOKENS, recompute=recompute)
     policy = MegatronPolicy.load(tmp_path / "m", Parallel(), Precision(policy=precision), settings, TOKENS, 4, seed=0)
     activations = one_step(policy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -29,7 +30,7 @@ from pivotrl.policy import cpu_shim, distributed  # noqa: E402
 from pivotrl.policy.model import build_chunks, transformer_config  # noqa: E402
 from pivotrl.policy.weights import named_parameters, place_of, stage_layers_of  # noqa: E402
 from pivotrl.refit.layout import TrainerLayout  # noqa: E402
-from tests.true_configs import QWEN3_30B_A3B, QWEN3_235B_A22B  # noqa: E402
+from tests.true_configs import NEMOTRON_3_SUPER, QWEN3_30B_A3B, QWEN3_235B_A22B  # noqa: E402
 
 CASES = {
     "30B on 256": (
@@ -42,13 +43,18 @@ CASES = {
         1024,
         Parallel(4, 8, expert=8, sequence=True, first_stage_layers=11, last_stage_layers=11),
     ),
+    "120B hybrid on 512": (
+        NEMOTRON_3_SUPER,
+        512,
+        Parallel(tensor=2, pipeline=4, context=8, expert=32, sequence=True),
+    ),
 }
 
 
 def check(config: dict[str, Any], world: int, parallel: Parallel) -> dict[str, Any]:
     family = family_for(config)
-    dims = family.dims(config)
-    table = plan(family.rules, dims)
+    dims = replace(family.dims(config), mtp_kinds=())
+    table = {name: entry for name, entry in plan(family.rules, dims).items() if not entry.rule.constant}
     layout = Layout.of(parallel, world)
     everyone = holdings(layout, table, dims)
     settings = transformer_settings(family, config, dims, parallel)

@@ -36,6 +36,7 @@ CASES = [
     ("qwen3_moe", DP, Parallel(tensor=2, sequence=True, expert=2), "fp32"),
     ("qwen3_moe", Parallel(pipeline=2, virtual_pipeline=2), TP, "bf16"),
     ("qwen3_moe", Parallel(pipeline=2), Parallel(pipeline=2, virtual_pipeline=2), "fp32"),
+    ("nemotron_h", TP, Parallel(pipeline=2), "bf16"),  # sections of the Mamba projection are each split
     ("llama", DP, TP, "fp32"),  # the vocabulary is padded for two ranks
     ("llama", TP, Parallel(pipeline=2), "bf16"),  # the tied head is a copy on the last stage
 ]

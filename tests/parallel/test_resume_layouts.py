@@ -19,6 +19,7 @@ ROOT = SCRIPT.parents[2]
 def test_checkpoints_go_on_in_another_layout(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "llama", vocab_size=121)  # odd: padded for two ranks
     save_tiny("qwen3_moe", tmp_path / "qwen3_moe", num_hidden_layers=4)
+    save_tiny("nemotron_h", tmp_path / "nemotron_h")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     for part, launch in (("first", ()), ("two", torchrun), ("last", ())):

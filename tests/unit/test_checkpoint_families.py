@@ -180,7 +180,27 @@ def test_layers_by_word_are_those_by_letter(tmp_path: Path) -> None:
     assert model_of(spelt, tmp_path / "a").dims == model_of(CONFIGS["hybrid moe"], tmp_path / "b").dims
 
 
-def test_the_hybrid_is_converted_not_trained() -> None:
+def test_the_hybrid_is_trained_as_its_config_says() -> None:
     family = registry.family_for(NEMOTRON_3_SUPER)
-    with pytest.raises(UserError, match="converted, not trained"):
-        family.to_megatron_kwargs(NEMOTRON_3_SUPER)
+    settings = family.to_megatron_kwargs(NEMOTRON_3_SUPER)
+    assert settings["moe_latent_size"] == 1024 and settings["moe_router_topk_scaling_factor"] == 5.0
+    assert settings["moe_router_num_groups"] is None and sum(settings["moe_layer_freq"]) == 40
+    grouped = family.to_megatron_kwargs({**NEMOTRON_3_SUPER, "n_group": 8, "topk_group": 4})
+    assert (grouped["moe_router_num_groups"], grouped["moe_router_group_topk"]) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("norm_topk_prob", False),
+        ("num_experts_per_tok", 1),
+        ("mlp_hidden_act", "silu"),
+        ("mamba_hidden_act", "relu"),
+        ("sliding_window", 4096),
+        ("residual_in_fp32", True),
+    ],
+)
+def test_settings_of_a_hybrid_that_would_compute_something_else_are_refused(key: str, value: Any) -> None:
+    family = registry.family_for(NEMOTRON_3_SUPER)
+    with pytest.raises(UserError, match=key):
+        family.to_megatron_kwargs({**NEMOTRON_3_SUPER, key: value})

@@ -103,4 +103,5 @@ def test_conflicts() -> None:
     ],
 )
 def test_names_of_transformer_engines_modules(fused: str, name: str) -> None:
-    assert global_name(fused, Place(ep_rank=2, ep_size=4, layer_offset=4), experts=16) == name
+    dims = Dims(8, 8, 8, 1, 1, 8, 8, experts=16)
+    assert global_name(fused, Place(ep_rank=2, ep_size=4, layer_offset=4), dims) == name

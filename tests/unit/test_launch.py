@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pivotrl.config import Config
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
 from pivotrl.stages import STAGES
-from tests.true_configs import QWEN3_30B_A3B
+from tests.true_configs import NEMOTRON_3_SUPER, QWEN3_30B_A3B
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 4}
@@ -214,6 +215,16 @@ def test_parameters_are_those_of_the_mapping(architecture: str) -> None:
                 size *= n
             total += size
     assert memory.read_model(config).weights.total == total
+
+
+def test_weights_of_a_hybrid_are_those_of_its_mapping() -> None:
+    from pivotrl.models.mapping import plan
+    from pivotrl.models.registry import family_for
+
+    family, found = family_for(NEMOTRON_3_SUPER), memory.read_model(NEMOTRON_3_SUPER)
+    total = sum(prod(shape) for e in plan(family.rules, found.dims).values() for shape in e.shapes)
+    assert found.weights.total == total == 120_668_707_840
+    assert found.attentions == 8
 
 
 def test_virtual_stages_and_states_on_the_host_change_the_estimate() -> None:

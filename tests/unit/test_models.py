@@ -44,7 +44,20 @@ MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
+HYBRID = {
+    "hybrid_override_pattern": "ME*-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 2,
+    "n_groups": 4,
+    "ssm_state_size": 2,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 6,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_latent_size": 4,
+}
 CONFIGS = {
+    "hybrid": {**BASE, **HYBRID, "architectures": ["NemotronHForCausalLM"]},
     "tied llama": {**BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},
     "qwen3": {**BASE, "architectures": ["Qwen3ForCausalLM"]},
@@ -88,6 +101,23 @@ def local_names(table: dict[str, Entry], dims: Dims, place: Place, stages: int) 
         yield "output_layer.weight"
 
 
+@pytest.mark.parametrize(
+    ("local", "name"),
+    [
+        ("decoder.layers.0.input_layernorm.weight", "decoder.layers.0.norm.weight"),
+        ("decoder.layers.0.self_attention.conv1d.bias", "decoder.layers.0.mixer.conv1d.bias"),
+        ("decoder.layers.0.self_attention.norm.weight", "decoder.layers.0.mixer.norm.weight"),
+        ("decoder.layers.2.input_layernorm.weight", "decoder.layers.2.input_layernorm.weight"),
+        ("decoder.layers.2.self_attention.linear_proj.weight", "decoder.layers.2.self_attention.linear_proj.weight"),
+        ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+    ],
+)
+def test_a_hybrid_built_of_gpt_layers_has_the_names_of_the_hybrid_model(local: str, name: str) -> None:
+    _, dims, table, _ = made(CONFIGS["hybrid"])
+    assert global_name(local, Place(), dims) == name
+    assert name in table
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("ep", [1, 2])
@@ -104,7 +134,7 @@ def test_round_trip_over_every_layout(kind: str, tp: int, ep: int, etp: int, sta
                     place = Place(t, tp, e, ep, x, etp, stage * dims.layers // stages)
                     for local in local_names(table, dims, place, stages):
                         shard = local_shard(local, table, dims, place, tensors.__getitem__)
-                        name = global_name(local, place, dims.experts)
+                        name = global_name(local, place, dims)
                         if name == "output_layer.weight" and dims.tied:  # the last stage's copy of the embedding
                             assert torch.equal(
                                 shard,

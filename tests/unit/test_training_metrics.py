@@ -10,12 +10,14 @@ import torch
 
 from pivotrl.config import Precision
 from pivotrl.models.dims import Dims
+from pivotrl.models.registry import family_for
 from pivotrl.policy.prefix_tree import TokenSequence, build_tree
 from pivotrl.profiling import theory
 from pivotrl.training.batch import Scored
 from pivotrl.training.metrics import StepSums
 from pivotrl.training.theory_metrics import group_theory, reference_theory
 from pivotrl.training.throughput import Work, active_parameters, forward_flops, memory, peak_flops, unique_tokens
+from tests.true_configs import NEMOTRON_3_SUPER
 
 BF16 = Precision(policy="bf16")
 
@@ -72,6 +74,8 @@ def test_active_parameters_of_known_models() -> None:
     assert active_parameters(moe, 8) + 2 * moe.vocab * moe.hidden == pytest.approx(3.35e9, rel=0.01)
     dense = dataclasses.replace(moe, kinds=("dense",) * 48)
     assert active_parameters(moe, 8) - active_parameters(dense) == 48 * 2048 * 128  # 8 x 768 = 6144, and a router
+    hybrid = family_for(NEMOTRON_3_SUPER).dims(NEMOTRON_3_SUPER)  # 12B active, one of them embedding and head
+    assert active_parameters(hybrid, 22) + 2 * hybrid.vocab * hybrid.hidden == pytest.approx(12.7e9, rel=0.02)
     assert forward_flops(dense, 0, 10, 0) == 20 * active_parameters(dense)
     assert forward_flops(dense, 0, 0, 3) == 6 * moe.hidden * moe.vocab
 
