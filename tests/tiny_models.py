@@ -149,21 +149,25 @@ def save_served(name: str, folder: Path, seed: int, **changes: Any) -> Path:
 
 @contextmanager
 def told_experts(model: Any, experts: Any) -> Iterator[None]:
-    """Within it a "qwen3_moe" runs the tokens of one sequence through `experts`: numpy [tokens or less, layers with
-    experts, k]; None: its own choices."""
+    """Within it a "qwen3_moe" or "nemotron_h" runs the tokens of one sequence through `experts`: numpy [tokens or less,
+    layers with experts, k]; None: its own choices."""
     patches = []
-    gates = (
-        [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")] if experts is not None else []
-    )
+    parts = [getattr(layer, "mlp", None) or layer.mixer for layer in model.model.layers]
+    gates = [part.gate for part in parts if hasattr(part, "gate")] if experts is not None else []
     for number, gate in enumerate(gates):
         given = None if experts is None else torch.from_numpy(experts[:, number])
 
         def forward(x: torch.Tensor, gate: Any = gate, given: torch.Tensor | None = given) -> tuple[torch.Tensor, ...]:
-            logits = torch.nn.functional.linear(x, gate.weight)
-            chosen = logits.topk(gate.top_k, dim=-1)[1]
+            logits = torch.nn.functional.linear(x.view(-1, x.shape[-1]), gate.weight)
+            bias = getattr(gate, "e_score_correction_bias", None)
+            scores = logits if bias is None else logits.sigmoid()
+            chosen = (scores if bias is None else scores + bias).topk(gate.top_k, dim=-1)[1]
             if given is not None:
                 chosen = torch.cat([given, chosen[len(given) :]])
-            return logits, logits.gather(1, chosen).softmax(-1), chosen
+            picked = scores.gather(1, chosen)
+            if bias is None:
+                return logits, picked.softmax(-1), chosen
+            return logits, gate.routed_scaling_factor * picked / picked.sum(-1, keepdim=True), chosen
 
         patches.append(mock.patch.object(gate, "forward", forward))
     for patch in patches:

@@ -69,9 +69,10 @@ def batch() -> list[TokenSequence]:
     return [TokenSequence.of(p, draw(2 + i)) for p in (system + draw(4), system + draw(9)) for i in range(3)]
 
 
-def replayed() -> list[TokenSequence]:
-    """The batch with experts for every token of the "qwen3_moe", alike where prefixes are."""
-    draws = np.random.default_rng(0).random((121, 64, 3, 8)).argsort(-1)[..., :2]  # by token and position
+def replayed(name: str) -> list[TokenSequence]:
+    """The batch with experts for every token of the model, alike where prefixes are."""
+    layers = {"qwen3_moe": 3, "nemotron_h": 2}[name]  # with experts
+    draws = np.random.default_rng(0).random((121, 64, layers, 8)).argsort(-1)[..., :2]  # by token and position
     return [replace(s, experts=draws[np.array(s.token_ids), np.arange(len(s.token_ids))]) for s in batch()]
 
 
@@ -112,7 +113,7 @@ def check(folder: Path, name: str, parallel: Parallel, wanted: dict[str, Any], *
     got = policy.logprobs(batch(), TEMPERATURE)
     near = max((a - b).abs().max().item() for a, b in zip(got, wanted["logprobs"], strict=True))
     if "replayed" in wanted:
-        again = policy.logprobs(replayed(), TEMPERATURE)
+        again = policy.logprobs(replayed(name), TEMPERATURE)
         near = max(near, *((a - b).abs().max().item() for a, b in zip(again, wanted["replayed"], strict=True)))
     before = {n: t.clone() for n, t in policy.hf_weights()}
     policy.train_step(batch(), objective, TEMPERATURE)

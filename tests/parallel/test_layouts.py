@@ -41,9 +41,11 @@ def reference(model: Any) -> dict[str, Any]:
     tied = model.config.tie_word_embeddings
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if not (tied and n == "lm_head.weight")}
     result = {"logprobs": [t.detach() for t in found], "gradients": on_disk(gradients), "losses": []}
-    if model.config.model_type == "qwen3_moe":
+    kind = model.config.model_type
+    if kind in ("qwen3_moe", "nemotron_h"):
         with torch.no_grad():
-            result["replayed"] = logprobs(model, replayed())
+            result["replayed"] = logprobs(model, replayed(kind))
+    if kind == "qwen3_moe":
         model.zero_grad()
         balance = AUX_LOSS * balance_loss(model, batch())
         balance.backward()

@@ -20,6 +20,7 @@ ROOT = SCRIPT.parents[2]
 def test_trees_equal_separate_sequences_in_every_layout(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "llama", vocab_size=VOCABULARY)
     save_tiny("qwen3_moe", tmp_path / "qwen3_moe", vocab_size=VOCABULARY, num_hidden_layers=4)
+    save_tiny("nemotron_h", tmp_path / "nemotron_h", vocab_size=VOCABULARY)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += [str(SCRIPT), str(tmp_path)]
