@@ -52,13 +52,17 @@ def model_shape(path: str) -> Shape | None:
     def first(*names: str) -> int:
         return next((int(raw[n]) for n in names if raw.get(n)), 0)
 
+    # a hybrid may name its layers instead of counting them
+    layers = next(
+        (len(raw[k]) for k in ("hybrid_override_pattern", "layers_block_type", "layer_types") if raw.get(k)), 0
+    )
     heads, positions = first("num_attention_heads"), first("max_position_embeddings")
     with suppress(UserError):  # told where the model is loaded, and by preflight
         positions = Rope.of(raw).reach or positions
     return Shape(
         heads,
         first("num_key_value_heads") or heads,
-        first("num_hidden_layers"),
+        first("num_hidden_layers") or layers,
         first("num_experts", "num_local_experts", "n_routed_experts"),
         positions,
     )
