@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pivotrl.evaluation.questions import ExactAnswer, Instructions, MultipleChoice, QuestionSet, answered, kept
@@ -23,10 +23,18 @@ class ScoringEngine(Engine, Scorer, Protocol):
 
 
 def evaluate_sets(
-    sets: Sequence[QuestionSet], engine: ScoringEngine, renderer: Renderer, max_new_tokens: int, context_length: int
+    sets: Sequence[QuestionSet],
+    engine: ScoringEngine,
+    renderer: Renderer,
+    max_new_tokens: int,
+    context_length: int,
+    tell: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Accuracy over all questions, with its interval, and of each set under "sets"."""
-    found = {s.name: _evaluate(s, engine, renderer, max_new_tokens, context_length) for s in sets}
+    """Accuracy over all questions, with its interval, and of each set under "sets". `tell`: a set is done."""
+    found = {}
+    for s in sets:
+        one = found[s.name] = _evaluate(s, engine, renderer, max_new_tokens, context_length)
+        tell(s.name if one["accuracy"] is None else f"{s.name} {one['accuracy']:.2f}")
     if len(found) == 1:
         return next(iter(found.values()))
     per_task = {f"{name}/{i}": v for name, one in found.items() for i, v in one["per_task"].items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,28 @@ class Evaluator:
             wanted["sampled"] = (self.bench.sampling, self.cfg.evaluate.trials)
         return wanted
 
-    def measure(self, policy: str) -> dict[str, Any]:
-        """In-domain success in every mode, and out-of-domain accuracy, of the policy that the engine holds."""
+    @property
+    def parts(self) -> int:
+        """How often `measure` tells that a part is done."""
+        return len(self.modes()) + len(self.sets) + (self.drift is not None)
+
+    def measure(self, policy: str, tell: Callable[[str], None]) -> dict[str, Any]:
+        """In-domain success in every mode, and out-of-domain accuracy, of the policy that the engine holds.
+
+        `tell` is called after each part, with what it showed.
+        """
         result = {}
         for mode, (sampling, trials) in self.modes().items():
             result[mode] = self._in_domain(sampling, trials, {"policy": policy, "mode": mode})
+            tell(f"{policy} {mode} {_short(result[mode]['success'])}")
         if self.sets:
             length, new = self.cfg.model.context_length, self.cfg.evaluate.ood_max_new_tokens
-            result["ood"] = evaluate_sets(self.sets, self.engine, self.bench.renderer, new, length)
+            result["ood"] = evaluate_sets(
+                self.sets, self.engine, self.bench.renderer, new, length, lambda name: tell(f"{policy} {name}")
+            )
         if self.drift is not None:
             result["drift"] = self.drift.measure()
+            tell(f"{policy} drift")
         return result
 
     def _in_domain(self, sampling: Sampling, trials: int, label: dict[str, str]) -> dict[str, Any]:
@@ -160,17 +172,17 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     bench = Workbench.build(cfg, run_dir)
     folders = checkpoints(cfg, run_dir, bench.start_policy)
-    with bench.engine() as engine, progress(len(folders), "evaluate") as bar:
+    with bench.engine() as engine:
         evaluator = Evaluator(cfg, run_dir, bench, engine)
         policies = evaluator.policies
-        for version, (policy, folder) in enumerate(folders.items(), 1):
-            if policy in policies:
-                bar.advance(1, note=f"{policy} was measured before")
-                continue
-            if folder != bench.start_policy:
-                engine.refit(_weights(folder), version=version)
-            evaluator.keep(policy, evaluator.measure(policy))
-            bar.advance(1, note=f"{policy} greedy {_short(policies[policy]['greedy']['success'])}")
+        done = len(policies) * evaluator.parts
+        with progress(len(folders) * evaluator.parts, "evaluate", done, "measurement") as bar:
+            for version, (policy, folder) in enumerate(folders.items(), 1):
+                if policy in policies:
+                    continue
+                if folder != bench.start_policy:
+                    engine.refit(_weights(folder), version=version)
+                evaluator.keep(policy, evaluator.measure(policy, lambda note: bar.advance(1, note)))
     cost = evaluator.cost
     summary = {
         "environment": cfg.environment.name,
