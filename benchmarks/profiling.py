@@ -20,7 +20,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.profiling_adaptive import DEMO, hopeless, public, replay, resampled, simulated, u_shaped, uniform
+from benchmarks.profiling_adaptive import (
+    DEMO,
+    hopeless,
+    profiled,
+    public,
+    replay,
+    resampled,
+    simulated,
+    u_shaped,
+    uniform,
+    with_histogram,
+)
 from benchmarks.profiling_bookkeeping import PHASES, bookkeeping
 
 
@@ -36,8 +47,15 @@ def adaptive(turns: int, seeds: int, run_dir: Path | None) -> dict[str, Any]:
     figures["demo"] = resampled(DEMO, turns, seeds)
     show(f"adaptive, counts of the demo's profile, K={len(DEMO) - 1}, {seeds} x {turns} turns", figures["demo"])
     if run_dir:
-        figures["replay"] = replay(run_dir)
+        real = profiled(run_dir)
+        figures["replay"] = replay(real)
         show(f"adaptive, replayed on {run_dir}", figures["replay"])
+        figures["replay_with_histogram"] = with_histogram(real)
+        show("adaptive, each half of it by the other half's histogram", figures["replay_with_histogram"])
+        k = len(real[0])
+        counts = [sum(sum(r) == right for r in real) for right in range(k + 1)]
+        figures["replay_resampled"] = resampled(counts, turns, seeds)
+        show(f"adaptive, its counts, K={k}, {seeds} x {turns} turns", figures["replay_resampled"])
     return figures
 
 

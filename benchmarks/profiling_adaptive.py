@@ -161,18 +161,41 @@ def resampled(counts: Sequence[int], turns: int, seeds: int) -> dict[str, float]
     return mean(runs) | limits([c / sum(counts) for c in counts])
 
 
-def replay(run_dir: Path) -> dict[str, float]:
-    """A real profile of fixed K, in orders that tell nothing; half of its turns calibrate if they are few."""
+def profiled(run_dir: Path) -> Turns:
+    """The turns of a run's profile that got all K rollouts, right or wrong each."""
     rows = [row["rewards"] for row in read_jsonl(run_dir / "profile" / "turns.jsonl")]
     k = max(map(len, rows))
-    rewards = [r for r in rows if len(r) == k and set(r) <= {0.0, 1.0}]
+    return [r for r in rows if len(r) == k and set(r) <= {0.0, 1.0}]
+
+
+def replay(rewards: Turns) -> dict[str, float]:
+    """A real profile of fixed K, in orders that tell nothing; half of its turns calibrate if they are few."""
     runs = []
     for seed in range(20):
         draw = random.Random(seed)
         draw.shuffle(rewards)
         calibration = min(Adaptive().calibration_turns, len(rewards) // 2)
         runs.append(adaptive_against_fixed(rewards, calibration, draw))
-    return {"turns": len(rewards), "k": k} | mean(runs) | limits(shares(rewards))
+    return {"turns": len(rewards), "k": len(rewards[0])} | mean(runs) | limits(shares(rewards))
+
+
+def with_histogram(rewards: Turns) -> dict[str, float]:
+    """`profile.adaptive.histogram`: each half of a real profile by the plan that the other half's counts give."""
+    k, runs = len(rewards[0]), []
+    for seed in range(20):
+        draw = random.Random(seed)
+        draw.shuffle(rewards)
+        half, rollouts = len(rewards) // 2, 0
+        fixed: list[bool] = []
+        early: list[bool] = []
+        for known, waiting in ((rewards[:half], rewards[half:]), (rewards[half:], rewards[:half])):
+            seen = Counter((k, int(sum(r))) for r in known)
+            plan = make_plan(learn(seen, k), Adaptive().round, LAMBDA, ERROR, turns=len(waiting))
+            wave = [play(plan, r, draw.random()) for r in waiting]
+            rollouts += sum(map(len, wave))
+            fixed, early = fixed + [kept(r) for r in waiting], early + [kept(r) for r in wave]
+        runs.append({"fewer_rollouts": k * len(rewards) / rollouts, **agreement(fixed, early)})
+    return mean(runs)
 
 
 def mean(runs: Sequence[dict[str, float]]) -> dict[str, float]:

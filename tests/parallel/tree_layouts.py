@@ -144,9 +144,7 @@ def check(folder: Path, name: str, parallel: Parallel, recompute: bool) -> None:
         noticed = [round(apart(w, wanted), 2) for w in wrong]
         what = f"{kind}: {name} {parallel} recompute={recompute}"
         if dist.get_rank() == 0:
-            print(
-                f"log-probs {near:.1e}, gradients {far[worst]:.1e} ({worst}), controls {noticed}: {what}", flush=True
-            )
+            print(f"log-probs {near:.1e}, gradients {far[worst]:.1e} ({worst}), controls {noticed}: {what}", flush=True)
         assert separate["tokens_unique"] == report["tokens_total"] and saved > 1.3, f"{what}: {saved}"
         assert near < 5e-6 and far[worst] < 1e-6, f"{what}: {worst}"
         assert abs(losses[0] / losses[1] - 1) < 1e-5, f"{what}: {losses}"

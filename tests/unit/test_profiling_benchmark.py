@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.profiling_adaptive import DEMO, agreement, fewest_rollouts, from_counts, replay, resampled
+from benchmarks.profiling_adaptive import (
+    DEMO,
+    agreement,
+    fewest_rollouts,
+    from_counts,
+    profiled,
+    replay,
+    resampled,
+    with_histogram,
+)
 from benchmarks.profiling_bookkeeping import bookkeeping
 from benchmarks.profiling_prefix import BLOCK, computed
 from pivotrl.io import read_jsonl, write_jsonl
@@ -71,9 +80,11 @@ def test_turns_of_counts_are_distributed_as_told() -> None:
 def test_replay_of_a_profile(tmp_path: Path) -> None:
     rewards = [[0.0] * 8] * 60 + [[1.0] * 8] * 60 + [[1.0, 0.0] * 4] * 40 + [[None] * 8]
     write_jsonl(tmp_path / "profile" / "turns.jsonl", ({"rewards": r} for r in rewards))
-    found = replay(tmp_path)
+    found = replay(profiled(tmp_path))
     assert (found["turns"], found["k"]) == (160, 8)
     assert found["agreement"] >= 0.95 and found["fewer_rollouts"] > 1
+    told = with_histogram(profiled(tmp_path))
+    assert told["agreement"] >= 0.95 and told["fewer_rollouts"] > found["fewer_rollouts"]
 
 
 def test_bookkeeping_goes_on_where_it_stopped(tmp_path: Path) -> None:
