@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pivotrl.config import Optimizer, Parallel, Precision
+from pivotrl.config import Experts, Optimizer, Parallel, Precision
 from pivotrl.errors import UserError
+from pivotrl.models.folder import ModelFolder
 from pivotrl.models.mapping import local_shard
+from pivotrl.models.registry import family_for
 from pivotrl.policy import prefix_tree
+from pivotrl.policy.model import transformer_config
 from pivotrl.policy.policy import MegatronPolicy, PairBatch
 from pivotrl.policy.prefix_tree import TokenSequence, build_tree
 from pivotrl.policy.weights import place_of
-from tests.tiny_models import NAMES, on_disk
+from tests.tiny_models import NAMES, on_disk, save_tiny
 
 Folders = dict[str, tuple[Path, Any]]
 TEMPERATURE = 0.7
@@ -206,3 +210,45 @@ def test_bf16_stays_near_float32(tiny_folders: Folders) -> None:
 def test_impossible_layouts_are_refused(tiny_folders: Folders, parallel: Parallel, key: str) -> None:
     with pytest.raises(UserError, match=key):
         MegatronPolicy.load(tiny_folders["llama"][0], parallel, Precision(policy="fp32"), None, 64, 1, seed=0)
+
+
+def test_a_hybrid_keeps_biases_of_the_choice_and_layers_that_it_does_not_run(tmp_path: Path) -> None:
+    """In bf16 the bias stays float32, through wrapping, training and export; `mtp` tensors are carried over."""
+    save_tiny("nemotron_h", tmp_path / "in")
+    bias = "backbone.layers.1.mixer.gate.e_score_correction_bias"
+    file = tmp_path / "in" / "model.safetensors"
+    held = load_file(file) | {bias: torch.full((8,), 1 / 3), "mtp.layers.0.enorm.weight": torch.rand(64)}
+    save_file(held, file, {"format": "pt"})
+    policy = MegatronPolicy.load(
+        tmp_path / "in", Parallel(), Precision(policy="bf16"), Optimizer(1e-2), 64, 10, seed=0, keep_reference=True
+    )
+    routers = [layer.mlp.router for layer in policy.model.decoder.layers if hasattr(layer.mlp, "router")]
+    losses = [policy.train_step(batch(), weighted, TEMPERATURE)["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert torch.equal(routers[0].expert_bias, held[bias]) and len(routers) == 2
+    assert dict(policy.hf_weights())[bias].dtype == torch.float32
+    policy.save_hf(tmp_path / "out", tmp_path / "in")
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(out) == set(held)
+    for name in (bias, "mtp.layers.0.enorm.weight"):
+        assert torch.equal(out[name], held[name]) and out[name].dtype == torch.float32
+    assert out["backbone.embeddings.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("parallel", "experts", "said"),
+    [
+        (Parallel(), Experts(aux_loss=0.1), "experts.aux_loss.*balanced by their bias"),
+        (Parallel(tensor=4, sequence=True), None, "parallel.tensor: the model has 2 key-value heads"),
+        (Parallel(context=3), None, "tensor x context: the model has 8 Mamba heads"),
+    ],
+)
+def test_layouts_that_a_hybrid_cannot_have_are_refused(
+    tiny_folders: Folders, parallel: Parallel, experts: Experts | None, said: str
+) -> None:
+    config = ModelFolder(tiny_folders["nemotron_h"][0]).config
+    family = family_for(config)
+    with pytest.raises(UserError, match=said):
+        transformer_config(
+            family.to_megatron_kwargs(config), family.dims(config), parallel, torch.float32, False, experts
+        )
