@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments import aggregate as stats
@@ -31,10 +31,23 @@ def read_records(folder: Path) -> dict[str, dict[str, Arms]]:
     if not found:
         raise UserError(f"{folder} has no record; run `python -m experiments.study` first")
     for splits in found.values():
+        _check_start(r for arms in splits.values() for records in arms.values() for r in records)
         for arms in splits.values():
             for records in arms.values():
                 records.sort(key=lambda r: r["seed"])
     return {name: {split: dict(arms) for split, arms in splits.items()} for name, splits in found.items()}
+
+
+def _check_start(records: Iterable[Row]) -> None:
+    """Arms of a seed may be run at different times; those of another pi_0 could not be compared with the rest."""
+    first: dict[int, Row] = {}
+    for record in records:
+        known = first.setdefault(record["seed"], record)
+        if record["start_policy"] != known["start_policy"]:
+            raise UserError(
+                f"{record['file']} starts from another policy than {known['file']} of the same seed: run one of them "
+                "again from the other's folder <seed>/shared, or remove its record"
+            )
 
 
 def write_results(records: Path, page: Path) -> str:

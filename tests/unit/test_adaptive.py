@@ -211,7 +211,7 @@ def test_a_plan_is_the_cheapest_of_all_mixtures_of_two() -> None:
     st.sampled_from([0.3, 0.6, 1.0]),
     st.floats(0, 0.3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_plan_keeps_its_error(histogram: list[int], round: int, lam: float, error: float) -> None:
     plan = plan_for([float(h) for h in histogram], round, error, lam)
     assert 1 >= plan.expected.agreement >= plan.expected.agreement_bound >= 1 - error - 1e-9

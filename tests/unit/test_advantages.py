@@ -37,7 +37,7 @@ def test_finite_and_bounded_where_others_do_not_vary(rule, group):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(group=rewards)
 def test_equal_rewards_give_exact_zeros(rule, group):
     # Proposition 3.1
@@ -47,7 +47,7 @@ def test_equal_rewards_give_exact_zeros(rule, group):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(group=rewards)
 def test_unscorable_takes_no_part(rule, group):
     values = advantages(group, rule)
@@ -80,7 +80,7 @@ def test_penalties_do_not_enter_the_scale(rule):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(group=st.lists(st.floats(0, 1), min_size=2, max_size=8))
 def test_no_penalty_changes_nothing(rule, group):
     assert advantages(group, rule, penalties=[0.0] * len(group)) == advantages(group, rule)

@@ -19,7 +19,7 @@ def samples_of(a: Algorithm, *groups: list[Any]) -> dict[str, Any]:
     return {s.rollout.id: s for s in make_samples(batch.rollouts, range(len(batch.rollouts)), a, 8)}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["kept", "overlong", "invalid", "unscorable", "nan"]), min_size=2, max_size=12))
 def test_filters_never_mix_rollouts_up(kinds: list[str]) -> None:  # field report C7
     a = Algorithm(overlong_filter=True, invalid_action="mask", entropy_bonus=0.1)  # everything unmasked is a sample
@@ -117,7 +117,7 @@ def test_groups_of_uneven_size_need_no_stride() -> None:
     assert sum(s.advantage for s in straight.values()) == pytest.approx(0.0, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 6), st.integers(0, 5))
 def test_minibatches_hold_every_group_once_and_whole(count: int, epoch: int) -> None:
     rollouts = batch_of([[1, 0]] * 5).rollouts

@@ -19,7 +19,7 @@ from tests.checkpoint_makers import CONFIGS, read_all, save_hf
 from tests.true_configs import QWEN3_30B_A3B
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300), scale=st.floats(-30, 30), seed=st.integers(0, 99))
 def test_every_block_has_its_own_scale(rows: int, columns: int, scale: float, seed: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 10**scale

@@ -39,7 +39,7 @@ HEADER = st.dictionaries(
     | JSON,
     max_size=4,
 )
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=60)
 
 
 @pytest.fixture(scope="module")

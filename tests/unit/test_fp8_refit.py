@@ -26,7 +26,7 @@ from tests.checkpoint_makers import CONFIGS, read_all, save_hf
 NAME = "up_proj.weight"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(ranks=st.sampled_from([1, 2, 4]), axis=st.sampled_from([0, 1]), odd=st.integers(0, 127))
 def test_the_parts_of_all_ranks_are_the_whole_quantised(ranks: int, axis: int, odd: int) -> None:
     shape = [128 * ranks, 128 * ranks]

@@ -133,7 +133,7 @@ def _actions(draw: st.DrawFn, task: Task) -> Action:
     return Action(text, draw(st.text(max_size=5)), tuple(calls), tuple(draw(st.lists(st.text(max_size=5), max_size=1))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), index=st.integers(0, 699))
 def test_any_actions_are_answered(data: st.DataObject, index: int) -> None:
     task = TRAIN[index]

@@ -41,7 +41,7 @@ def last_row(tree: PrefixTree, ids: tuple[int, ...]) -> int:
     return rows[0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sequences(), st.integers(1, 4))
 def test_tree_holds_every_sequence_once(seqs: list[TokenSequence], multiple: int) -> None:
     tree = build_tree(seqs, multiple_of=multiple)
@@ -59,7 +59,7 @@ def test_tree_holds_every_sequence_once(seqs: list[TokenSequence], multiple: int
     assert found == expected  # duplicated sequences keep their own pairs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sequences(), st.integers(1, 3))
 def test_chains_cover_the_rows_and_know_their_paths(seqs: list[TokenSequence], multiple: int) -> None:
     tree = build_tree(seqs, multiple_of=multiple)
@@ -82,7 +82,7 @@ def test_the_trajectory_comes_first_and_siblings_stand_together() -> None:
     assert [c.path for c in tree.chains[1:]] == [((0, 40),)] * 4 + [((0, 20),)] * 5 + [((0, 10),)] * 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sequences(), st.integers(1, 30), st.integers(1, 4), st.integers(1, 3))
 def test_schedule_covers_once_within_budget_and_evenly(
     seqs: list[TokenSequence], budget: int, ranks: int, multiple: int
@@ -117,7 +117,7 @@ def test_uneven_deals_are_refused() -> None:
         split_rows(np.arange(7), 2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(0, 12), st.integers(1, 60))
 def test_context_ranks_have_as_many_rows_and_nearly_as_many_pairs(
     ranks: int, trunk: int, actions: int, length: int

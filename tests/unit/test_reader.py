@@ -186,7 +186,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(json_values, max_size=5), st.integers(1, 40), st.sampled_from([None, 1]))
 def test_array_splitting_does_not_depend_on_chunks(values: list[Any], chunk: int, indent: int | None) -> None:
     old, json_rows.CHUNK = json_rows.CHUNK, chunk

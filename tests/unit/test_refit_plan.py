@@ -136,7 +136,7 @@ def check(kind: str, trainer: TrainerLayout, engine: EngineLayout, **options: in
     return refit
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_engine_rank_gets_exactly_its_shard(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["tied", "untied", "moe", "biased"]))

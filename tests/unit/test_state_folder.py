@@ -116,7 +116,7 @@ def test_deadlines_count_from_the_job() -> None:
     assert stopping.seconds_until_deadline(Checkpoint(stop_after_minutes=1), child, 0.0) > 60
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_runs_are_cut_into_rectangles(shape: list[int], data: st.DataObject) -> None:
     total = math.prod(shape)

@@ -49,7 +49,7 @@ class FakePivotrl:
     def profile(self, cfg: Any, folder: Path) -> dict[str, Any]:
         rewards = [[0.0] * 8, [1.0] * 8, [0.0] * 6 + [1.0] * 2, [0.0] * 2 + [1.0] * 6]
         write_jsonl(folder / "turns.jsonl", ({"turn_id": str(i), "rewards": r} for i, r in enumerate(rewards)))
-        return {"rollouts": 32, "engine": {"profile": {"seconds": 16.0}}}
+        return {"rollouts": 32, "engine": {"profile": {"seconds": 16.0}}, "fingerprint": {"weights": f"pi{cfg.seed}"}}
 
     def select(self, cfg: Any, folder: Path) -> dict[str, Any]:
         return {"set": cfg.select.set, "lambda_diff": 0.6, "kept": 1, "counts": {"adv": 1}, "turns": 4}
@@ -196,6 +196,14 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
     assert "| 288 | 1280 | 4.4 |" in text
     again = write_results(study.records, page)
     assert again == text
+
+
+def test_arms_of_a_seed_with_different_start_policies_are_not_compared(study: Study):
+    run_study(study, chosen(["base", "sft"]), [0, 1])
+    path = study.records / "study_outfitters-sft-seed1.json"
+    write_json(path, {**read_json(path), "start_policy": "another"})
+    with pytest.raises(UserError, match=r"sft-seed1\.json starts from another policy than .*base-seed1\.json"):
+        read_records(study.records)
 
 
 def test_pages_without_records_or_with_foreign_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

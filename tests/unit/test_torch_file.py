@@ -84,7 +84,7 @@ def test_views_and_strangers_are_left_to_torch(tmp_path: Path) -> None:
     assert find(file, 0, file.stat().st_size) is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(where=st.floats(0, 1), byte=st.integers(0, 255), cut_off=st.booleans())
 def test_damage_is_never_a_crash(
     where: float, byte: int, cut_off: bool, tmp_path_factory: pytest.TempPathFactory

@@ -31,7 +31,7 @@ def counted(blocks: Blocks, rows: int, keys: int) -> np.ndarray:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sequences(), st.integers(1, 3), st.sampled_from([None, 1, 2, 5]))
 def test_every_visible_pair_once(seqs: list[TokenSequence], ranks: int, longest: int | None) -> None:
     tree = build_tree(seqs, multiple_of=ranks)
@@ -69,7 +69,7 @@ def test_siblings_are_one_product() -> None:
     assert len(blocks.rectangles) == 1 and len(blocks.diagonals) <= 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequences(), st.integers(1, 3), st.integers(1, 4))
 def test_tiles_of_the_mask(seqs: list[TokenSequence], ranks: int, size: int) -> None:
     """Full tiles are visible as a whole, and nothing is visible outside the named tiles."""

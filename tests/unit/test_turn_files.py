@@ -52,7 +52,7 @@ def test_turns_come_back_as_they_were(shared_data: Path, tmp_path: Path) -> None
     assert all(row["state_bytes"] == sizes[row["id"]] + tools[row["id"]] for row in rows)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.sampled_from("ABC"), st.sets(st.sampled_from(range(1, 9, 2)), min_size=1)), unique_by=lambda p: p[0]),  # noqa: E501
     st.sets(st.sampled_from(["A#1", "A#5", "B#3", "C#7"])),

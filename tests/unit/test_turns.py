@@ -255,7 +255,7 @@ def test_digest_set_is_a_set(values: list[int]) -> None:
     assert len(ours) == len(theirs)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.sets(st.integers(1, 2**64 - 2), min_size=1, max_size=40))
 def test_the_smallest_of_a_digest_set(values: set[int]) -> None:
     ours = DigestSet()

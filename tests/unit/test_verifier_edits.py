@@ -157,7 +157,7 @@ def test_patches() -> None:
     assert apply("a\nx\na\n", Hunk(("a",), ("b",), near=3)) == "a\nx\nb\n"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abcd"), max_size=12), st.integers(0, 3))
 def test_a_unified_diff_gives_the_file_it_was_made_for(a: list[str], b: list[str], n: int) -> None:
     before, after = "".join(f"{x}\n" for x in a), "".join(f"{x}\n" for x in b)
@@ -383,7 +383,7 @@ VALUES = JSON | st.sampled_from(
 CALLS = st.builds(ToolCall, NAMES, st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CALLS, CALLS, st.sampled_from(["exact", "ast"]))
 def test_total_and_reflexive(a: ToolCall, b: ToolCall, python: str) -> None:
     verifier = EditsVerifier({"python": python})

@@ -106,7 +106,7 @@ calls = st.builds(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(TURNS), st.text(max_size=40), st.lists(calls, max_size=3))
 def test_total(turn, text, made):
     verdict = VERIFIER.verify(turn, Action(text, tool_calls=tuple(made)))

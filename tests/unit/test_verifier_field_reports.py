@@ -249,7 +249,7 @@ calls = st.builds(
 actions = st.builds(Action, st.text(max_size=8), st.text(max_size=3), st.lists(calls, max_size=2).map(tuple))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(actions, actions, st.sampled_from(DOMAINS))
 def test_total_reflexive_and_blind_to_thinking(one: Action, two: Action, domain: str) -> None:
     assert score(domain, two, two) in ((1,) if two.tool_calls else (1, None, 0) if not two.text.strip() else (1, None))
@@ -261,7 +261,7 @@ def test_total_reflexive_and_blind_to_thinking(one: Action, two: Action, domain:
         assert score(domain, two, one) == verdict.reward
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.text() | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "{", '"name"', "f"])).map("".join)
 )

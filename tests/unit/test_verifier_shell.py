@@ -353,7 +353,7 @@ SHELL_TEXT = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.one_of(st.text(max_size=60), SHELL_TEXT), st.one_of(st.text(max_size=60), SHELL_TEXT))
 def test_total_reflexive_and_symmetric(a: str, b: str) -> None:
     assert equivalent(a, a)
@@ -366,7 +366,7 @@ def test_total_reflexive_and_symmetric(a: str, b: str) -> None:
     assert ShellVerifier({}).verify(keys, Action(text=b)).reward == 0.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SHELL_TEXT)
 def test_an_equal_command_has_the_same_visible_characters(text: str) -> None:
     """Blank space around operators may go; nothing that is not blank, quote or separator may."""

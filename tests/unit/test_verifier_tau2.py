@@ -305,7 +305,7 @@ values = st.recursive(
 
 @needs_tau2
 @needs_data
-@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["get_order_details", "calculate", "get_user_details", "think", "zz"]),
     st.dictionaries(st.sampled_from(["order_id", "expression", "user_id", "tool_name", "requestor", "self"]), values),
