@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from launch import memory
@@ -20,7 +21,7 @@ def layout(cfg: Config, rank: int | None = None) -> str:
 
     raw = _model(cfg)
     family = family_for(raw)
-    dims = family.dims(raw)
+    dims = replace(family.dims(raw), mtp_kinds=())  # which are not trained
     found = Layout.of(cfg.parallel, world_size(cfg))
     return describe(found, plan(family.rules, dims), dims, memory.BYTES[cfg.precision.policy], rank)
 
