@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from pivotrl.errors import UserError
 from pivotrl.policy.machine import this_machine, uses_transformer_engine
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.prefix_tree import TokenSequence
-from tests.tiny_models import save_tiny
+from tests.tiny_models import NAMES, on_disk, save_tiny
 
 pytestmark = pytest.mark.skipif(not uses_transformer_engine(), reason="needs a GPU and Transformer Engine")
 SIZES = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+HYBRID = {"mamba_num_heads": 16, "moe_latent_size": 32}  # every side of a product is a multiple of 16
 SEQUENCES = [TokenSequence.of([1, 2, 3, 4], [5 + g, 6, 7]) for g in range(4)]
 
 
@@ -24,28 +26,32 @@ def load(folder: Path, precision: Precision) -> MegatronPolicy:
     return MegatronPolicy.load(folder, Parallel(), precision, Optimizer(1e-3), 64, 10, seed=0, experts=Experts())
 
 
+def save(name: str, folder: Path) -> Any:
+    return save_tiny(name, folder, **SIZES, **(HYBRID if name == "nemotron_h" else {}))
+
+
 def descend(policy: MegatronPolicy) -> list[float]:
     return [policy.train_step(SEQUENCES, lambda p, *_: (-p.sum() / 12, {}), 1.0)["loss"] for _ in range(8)]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", NAMES)
 def test_transformer_engine_layers_equal_hugging_face_in_float32(tmp_path: Path, name: str) -> None:
-    model = save_tiny(name, tmp_path / name, **SIZES)
+    model = save(name, tmp_path / name)
     policy = load(tmp_path / name, Precision(policy="fp32"))
     for got, s in zip(policy.logprobs(SEQUENCES, 1.0), SEQUENCES, strict=True):
         scores = model(torch.tensor([s.token_ids])).logits[0].log_softmax(-1)
         wanted = torch.stack([scores[t - 1, s.token_ids[t]] for t in s.targets])
         torch.testing.assert_close(got, wanted, atol=5e-2, rtol=0)  # TF32 products
     weights = {n: t.cpu() for n, t in policy.hf_weights()}
-    for n, t in model.state_dict().items():
+    for n, t in on_disk(dict(model.state_dict())).items():
         if n in weights:
             assert torch.equal(weights[n], t), n
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "nemotron_h"])
 @pytest.mark.parametrize("recipe", list(fp8.RECIPES))
 def test_recipe_is_near_bf16_and_learns(tmp_path: Path, name: str, recipe: str) -> None:
-    save_tiny(name, tmp_path / name, **SIZES)
+    save(name, tmp_path / name)
     if fp8.machine_problem(recipe, this_machine()):
         with pytest.raises(UserError, match=r"precision\.fp8"):
             load(tmp_path / name, Precision(fp8=recipe))
