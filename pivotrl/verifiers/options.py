@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from pivotrl.errors import UserError
+from pivotrl.strict import suggestion
 
 
 def read_options(verifier: str, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -20,8 +20,7 @@ def read_settings(where: str, options: dict[str, Any], defaults: dict[str, Any])
     """
     for key, value in options.items():
         if key not in defaults:
-            near = difflib.get_close_matches(str(key), defaults, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = suggestion(str(key), list(defaults))
             known = ", ".join(sorted(defaults)) or "none"
             raise UserError(f"{where}: unknown option {key!r}.{hint} Known options: {known}.")
         wanted = defaults[key]

@@ -6,12 +6,12 @@ Where both speak, the option `text` decides (see `texts`), by default `exclude`.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from pivotrl.errors import UserError
+from pivotrl.strict import suggestion
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall, Turn
 from pivotrl.verifiers.base import Verdict
 from pivotrl.verifiers.compare import Difference, Rules, difference, perfect_match, resolve
@@ -26,8 +26,7 @@ def check_option_names(options: Mapping[str, Any], known: tuple[str, ...]) -> No
     """Raise `UserError` for an unknown option, with the nearest known one."""
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known) or 'none'}."
+            hint = suggestion(str(name), list(known)) or f" Known: {', '.join(known) or 'none'}."
             raise UserError(f"{WHERE}.{name}: unknown option.{hint}")
 
 
