@@ -49,6 +49,7 @@ HYBRID: dict[str, Any] = {
     "num_nextn_predict_layers": 2,
     "mtp_hybrid_override_pattern": "*E",
 }
+MTP = ("num_nextn_predict_layers", "mtp_hybrid_override_pattern")  # transformers leaves these layers out
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama tied": {**BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},

@@ -12,13 +12,16 @@ import torch
 
 from pivotrl.policy.prefix_tree import depth_first_order
 
-COMMON = {
+_SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+}
+COMMON = {
+    **_SIZES,
     "initializer_range": 0.1,
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -26,12 +29,7 @@ COMMON = {
 }
 NAMES = ("llama", "qwen3", "qwen3_moe", "nemotron_h")
 _HYBRID = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **_SIZES,
     "initializer_range": 0.05,
     "hybrid_override_pattern": "MEM*-MEM",
     "mamba_num_heads": 8,

@@ -17,11 +17,10 @@ from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools.sides import find_dist, is_hf
 from pivotrl.errors import UserError
 from pivotrl.models.folder import ModelFolder
-from tests.checkpoint_makers import CONFIGS, HYBRID, equal, read_all, save_hf
+from tests.checkpoint_makers import CONFIGS, HYBRID, MTP, equal, read_all, save_hf
 from tests.tiny_models import NAMES
 
 ROOT = Path(__file__).parents[2]
-MTP = ("num_nextn_predict_layers", "mtp_hybrid_override_pattern")  # transformers leaves these layers out
 # the process ends by SIGKILL at the n-th call of a function: while tensors, metadata, config are written, at renaming
 KILL = """
 import os, signal, sys

@@ -27,6 +27,7 @@ from pivotrl.models.mapping import (
     unpack,
 )
 from pivotrl.models.registry import FAMILIES, Family, family_for
+from tests.checkpoint_makers import HYBRID, MTP
 
 BASE = {
     "num_hidden_layers": 4,
@@ -44,20 +45,8 @@ MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
-HYBRID = {
-    "hybrid_override_pattern": "ME*-",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 2,
-    "n_groups": 4,
-    "ssm_state_size": 2,
-    "conv_kernel": 4,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 6,
-    "moe_shared_expert_intermediate_size": 8,
-    "moe_latent_size": 4,
-}
 CONFIGS = {
-    "hybrid": {**BASE, **HYBRID, "architectures": ["NemotronHForCausalLM"]},
+    "hybrid": {**BASE, **{k: v for k, v in HYBRID.items() if k not in MTP}},
     "tied llama": {**BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},
     "qwen3": {**BASE, "architectures": ["Qwen3ForCausalLM"]},
