@@ -47,14 +47,9 @@ class Model:
     qk_norm: bool = False
 
     @property
-    def hybrid(self) -> bool:
-        """Layers are Mamba, attention, MLP or experts, each alone."""
-        return "mamba" in self.dims.kinds
-
-    @property
     def attentions(self) -> int:
         """Layers with a KV cache."""
-        return self.dims.kinds.count("attention") if self.hybrid else self.dims.layers
+        return self.dims.kinds.count("attention") if self.dims.hybrid else self.dims.layers
 
 
 def read_model(config: Mapping[str, Any]) -> Model:
@@ -119,7 +114,7 @@ def training_gib(model: Model, cfg: Config, world: int, optimizer: Optimizer | N
         "scores": SCORES_GIB,
         "overhead": OVERHEAD_GIB,
     }
-    return found | ({"scan": _scan_bytes(model, cfg, tokens_of(cfg, o)) / GIB} if model.hybrid else {})
+    return found | ({"scan": _scan_bytes(model, cfg, tokens_of(cfg, o)) / GIB} if model.dims.hybrid else {})
 
 
 def _scan_bytes(model: Model, cfg: Config, tokens: int) -> float:
@@ -139,7 +134,7 @@ def layer_bytes(model: Model, cfg: Config, kind: str, tokens: int) -> float:
     """Bytes that the backward of one layer reads, for a tree of `tokens` unique tokens. `kind`: as in `Dims.kinds`."""
     d, p, w = model.dims, cfg.parallel, BYTES[cfg.precision.policy]
     sharded = p.tensor if p.sequence else 1
-    if model.hybrid:
+    if model.dims.hybrid:
         return tokens / p.context * _hybrid_bytes(model, cfg, kind, sharded)
     residual = 4 * d.hidden / sharded  # inputs of both norms and their results
     q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim

@@ -35,6 +35,11 @@ class Dims:
         """Kind of a layer."""
         return self.kinds[layer] if self.kinds else "dense"
 
+    @property
+    def hybrid(self) -> bool:
+        """Each layer is one thing: Mamba, attention, MLP or experts."""
+        return "mamba" in self.kinds
+
     def size(self, name: str) -> int:
         """A size by the name used in `Tensor` shapes (a number stands for itself)."""
         derived = {"q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim, **dict(self.extra)}

@@ -127,7 +127,7 @@ def global_name(local: str, place: Place, dims: Dims) -> str:
     for pattern, canonical in _FUSED:
         local = pattern.sub(canonical, local)
     name = _LAYER.sub(lambda m: str(int(m[0]) + place.layer_offset), local)
-    if "mamba" in dims.kinds:
+    if dims.hybrid:
         name = _hybrid_name(name, dims)
     return _EXPERT.sub(lambda m: str(int(m[0]) + place.ep_rank * (dims.experts // place.ep_size)), name)
 

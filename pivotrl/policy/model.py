@@ -242,7 +242,7 @@ def transformer_config(
 
 
 def _mamba_sizes(dims: Dims, parallel: Parallel) -> list[tuple[str, int, int, str]]:
-    if "mamba" not in dims.kinds:
+    if not dims.hybrid:
         return []
     heads, split = dims.size("mamba_heads"), parallel.tensor * parallel.context
     if heads % split == 0 and (per_group := heads // dims.size("mamba_groups")) % (heads // split):
@@ -267,8 +267,7 @@ def build_model(
     spec = copy.deepcopy(
         get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=chunk)
     )
-    hybrid = "mamba" in dims.kinds
-    if hybrid:
+    if dims.hybrid:
         offset = get_transformer_layer_offset(config, vp_stage=chunk)
         kinds = dims.kinds[offset : offset + len(spec.layer_specs)]
         spec.layer_specs = hybrid_layers(spec.layer_specs, kinds, dims, fused)
@@ -290,7 +289,7 @@ def build_model(
         vp_stage=chunk,
     )
     model.rope, model.vocabulary = rope, dims.vocab
-    if hybrid:
+    if dims.hybrid:
         model.scan = (dims.size("chunk"), dims.size("kernel"))
     return model
 

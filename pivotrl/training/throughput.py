@@ -49,7 +49,7 @@ def peak_flops(device: str, precision: Precision) -> float | None:
 def active_parameters(dims: Dims, experts_per_token: int = 0) -> int:
     """Weights that multiply every token: without embedding, head and norms; of experts those that a token visits."""
     attention = dims.hidden * (2 * dims.size("q") + 2 * dims.size("kv"))
-    if "mamba" in dims.kinds:
+    if dims.hybrid:
         return sum(_hybrid_layer(dims, dims.kind(i), attention, experts_per_token) for i in range(dims.layers))
     total = 0
     for layer in range(dims.layers):

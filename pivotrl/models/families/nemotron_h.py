@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from pivotrl.errors import UserError
-from pivotrl.models.dims import Dims, HFConfig, need, refuse
+from pivotrl.models.dims import Dims, HFConfig, megatron_kwargs, need, refuse
 from pivotrl.models.hybrid_dims import hybrid_dims
 from pivotrl.models.mapping import Rule
 
@@ -110,20 +110,9 @@ def to_megatron_kwargs(config: HFConfig) -> dict[str, Any]:
     for key in ("sliding_window", "residual_in_fp32"):
         refuse(config, key)
     return {
-        "num_layers": d.layers,
-        "hidden_size": d.hidden,
-        "num_attention_heads": d.heads,
-        "num_query_groups": d.kv_heads,
-        "kv_channels": d.head_dim,
-        "ffn_hidden_size": d.ffn,
-        "normalization": "RMSNorm",
+        **megatron_kwargs(config, d),
         "layernorm_epsilon": float(config.get("layer_norm_epsilon", config.get("norm_eps", 1e-5))),
         "gated_linear_unit": False,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "qk_layernorm": False,
         **(_experts(config, d) if d.experts else {}),
     }
 
