@@ -12,17 +12,14 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from http.client import HTTPException
 from http.cookiejar import CookieJar
-from pathlib import Path
-from random import Random
 from typing import Any
 
 from pivotrl.environments.base import NoExpert, Outcome, Task
-from pivotrl.environments.procedural import SPLITS, TurnEpisode
+from pivotrl.environments.procedural import TurnEpisode
+from pivotrl.environments.row_tasks import RowTasks
 from pivotrl.errors import UserError
-from pivotrl.io import read_jsonl
 from pivotrl.trajectories.formats.responses import state_of
 from pivotrl.trajectories.gym_rows import items_of
 from pivotrl.trajectories.normalise import RowError
@@ -38,7 +35,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class GymServer:
+class GymServer(RowTasks):
     """Tasks and episodes of one server. See base.Environment."""
 
     name = "nemo_gym"
@@ -49,26 +46,7 @@ class GymServer:
         url = str(self.options["url"])
         if not url.startswith(("http://", "https://")):
             raise UserError(f"environment.options.url is {url!r}; give the address of the resources server, http://...")
-        self._rows = {split: _rows(self.options[split], split) for split in SPLITS if self.options[split]}
-        if not self._rows:
-            raise UserError("environment.options: nemo_gym needs train and test, the JSONL files of the server's tasks")
-        self.version = hashlib.sha256(json.dumps(self._rows, sort_keys=True).encode()).hexdigest()[:12]
-
-    def tasks(self, split: str, count: int, seed: int = 0) -> list[Task]:
-        """At most `count` rows of the split's file, in an order drawn by `seed`."""
-        if split not in self._rows:
-            raise UserError(f"environment nemo_gym: environment.options.{split} names no file of tasks")
-        order = list(range(len(self._rows[split])))
-        Random(f"nemo_gym/{split}/{seed}").shuffle(order)
-        return [self.task(f"nemo_gym-{split}-{i}") for i in order[:count]]
-
-    def task(self, task_id: str) -> Task:
-        """`nemo_gym-<split>-<row, from 0>`. Raises UserError for an unknown one."""
-        name, _, rest = task_id.partition("-")
-        split, _, row = rest.partition("-")
-        if name != self.name or not row.isdecimal() or int(row) >= len(self._rows.get(split, ())):
-            raise UserError(f'"{task_id}" is no task of environment nemo_gym (they read nemo_gym-test-0)')
-        return Task(task_id, "nemo_gym", self._rows[split][int(row)])
+        super().__init__(self.name, self.options, _problem)
 
     def reset(self, task: Task, max_turns: int) -> GymEpisode:
         return GymEpisode(task, max_turns, self.options)
@@ -145,21 +123,11 @@ class GymEpisode(TurnEpisode):
             raise RuntimeError(f"{self._url}/{path}: no answer ({error})") from error
 
 
-def _rows(path: Any, split: str) -> list[JsonDict]:
-    rows = list(_checked(Path(str(path)), split))
-    if not rows:
-        raise UserError(f"environment.options.{split}: {path} has no row")
-    return rows
-
-
-def _checked(path: Path, split: str) -> Iterator[JsonDict]:
-    if not path.is_file():
-        raise UserError(f"environment.options.{split}: there is no file {path}")
-    for number, row in enumerate(read_jsonl(path), 1):
-        try:
-            state_of(row["responses_create_params"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}:{number}: no readable responses_create_params; is it a NeMo-Gym task?") from error
-        except RowError as error:
-            raise UserError(f"{path}:{number}: responses_create_params: {error}") from error
-        yield row
+def _problem(row: JsonDict) -> str | None:
+    try:
+        state_of(row["responses_create_params"])
+    except (KeyError, TypeError, AttributeError):
+        return "no readable responses_create_params; is it a NeMo-Gym task?"
+    except RowError as error:
+        return f"responses_create_params: {error}"
+    return None

@@ -16,6 +16,7 @@ _ENVIRONMENTS = {
     "shell_tasks": "pivotrl.environments.shell_tasks:ShellTasks",
     "tau2": "pivotrl.environments.tau2_world:Tau2World",
     "nemo_gym": "pivotrl.environments.gym_server:GymServer",
+    "openenv": "pivotrl.environments.openenv:OpenEnv",
 }
 _MEMBERS = ("name", "version", "tasks", "task", "reset", "expert")
 

@@ -248,7 +248,7 @@ def test_environments_by_import_path() -> None:
     found = get_environment("tests.unit.test_shell_tasks:Tiny")
     assert [t.id for t in draw_tasks(found, "train", 2, 0)] == ["train-0", "train-1"]
     for wrong, message in (
-        ("outfiters", "known: nemo_gym, outfitters, shell_tasks, tau2"),
+        ("outfiters", "known: nemo_gym, openenv, outfitters, shell_tasks, tau2"),
         ("no.such.module:X", "cannot be imported"),
         ("tests.unit.test_shell_tasks:Missing", "cannot be imported"),
         ("tests.unit.test_shell_tasks:bash_environment", "lacks name, version, tasks, task, reset, expert"),
