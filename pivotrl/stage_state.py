@@ -26,7 +26,14 @@ from pivotrl.validation import get
 RECORD = "stage.json"
 SUMMARY = "summary.json"
 _BOOKS = (RECORD, "config.yaml", "shards")  # shards of a profile have records of their own
-_STEPS = {"train": ("algorithm.steps",), "warmup": ("warmup.steps",), "sft": ("sft.steps", "algorithm.steps")}
+_STEPS = {
+    "train": ("algorithm.steps",),
+    "e2e": ("end_to_end.steps",),
+    "warmup": ("warmup.steps",),
+    "sft": ("sft.steps", "algorithm.steps"),
+}
+# How the work is laid out, not what it is: results agree up to rounding.
+_LAYOUT = ("parallel.", "generation.tensor_parallel", "generation.expert_parallel", "generation.enforce_eager")
 _VOLATILE = ("seconds", "elapsed", "started", "finished")  # of a summary: the same result may take another time
 
 
@@ -93,12 +100,12 @@ def changes(directory: Path, record: dict[str, Any]) -> list[str]:
 def hindrances(old: Mapping[str, Any], new: Mapping[str, Any], stage: str, done: int) -> list[str]:
     """Differences "key: old -> new" with which training that has `done` steps behind it cannot go on.
 
-    The parallel layout may change (checkpoints know none; results agree up to rounding), and so may the number of
-    steps that are ahead, where the learning rate of those behind does not depend on it.
+    The layout over processes and micro-batches may change (checkpoints know none; results agree up to rounding), and
+    so may the number of steps that are ahead, where the learning rate of those behind does not depend on it.
     """
-    keys, section = _STEPS[stage], "algorithm" if stage == "train" else stage
+    keys, section = _STEPS[stage], "algorithm" if stage in ("train", "e2e") else stage
     planned = next((new[k] for k in keys if new.get(k) is not None), None)
-    free: tuple[str, ...] = ("parallel.",)
+    free: tuple[str, ...] = (*_LAYOUT, f"{section}.optimizer.tokens_per_microbatch")
     if new.get(f"{section}.optimizer.schedule") == "constant" and planned is not None and planned >= done:
         free += keys
     lines = differences(

@@ -21,7 +21,7 @@ from pivotrl.environments.rollout import EpisodeResult, run_episodes
 from pivotrl.errors import UserError
 from pivotrl.evaluation.in_domain import EngineActor, SampledAction, episode_row
 from pivotrl.evaluation.tasks import task_ids
-from pivotrl.evaluation.watch import Watcher
+from pivotrl.evaluation.watch import CURVE, Watcher
 from pivotrl.io import append_jsonl
 from pivotrl.local_rollouts import seed_for
 from pivotrl.policy.policy import MegatronPolicy
@@ -38,6 +38,7 @@ from pivotrl.training.handover import Handover
 from pivotrl.training.nonfinite import NonFiniteSteps
 from pivotrl.training.replay import replayed
 from pivotrl.training.sampling import EpochSampler
+from pivotrl.training.saver import Saver, rows_digest
 from pivotrl.training.update import needs_reference, optimizer_steps
 
 TOO_MANY_ERRORS = 0.5  # share of a step's episodes that the environment may break before the run stops
@@ -134,24 +135,31 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
         seed=cfg.seed,
         keep_reference=needs_reference(cfg.algorithm),
     )
-    for name in ("episodes.jsonl", "errors.jsonl"):
-        (directory / name).unlink(missing_ok=True)
+    identity = {"tasks": rows_digest((task.id, ()) for task in tasks)}
+    saver = Saver(cfg, "e2e", directory, policy, e.steps, identity, ("episodes.jsonl", "errors.jsonl", CURVE))
+    start = saver.resume()
+    spent = Cost(**saver.extra.get("spent", {}))
+    nonfinite = NonFiniteSteps(directory, cfg.algorithm.optimizer.max_nonfinite_steps, start)
     handover = Handover(policy)
-    spent, nonfinite = Cost(), NonFiniteSteps(directory, cfg.algorithm.optimizer.max_nonfinite_steps)
     with (
         bench.engine() as engine,
-        Tracker(directory, cfg.tracking, "e2e", asdict(cfg), start_step=0) as tracker,
-        progress(e.steps, "e2e") as bar,
+        Tracker(directory, cfg.tracking, "e2e", asdict(cfg), start_step=start) as tracker,
+        progress(e.steps, "e2e", done=start) as bar,
+        saver,
     ):
         watcher = Watcher(cfg, run_dir, bench, directory)
-        watcher.look(engine, 0, 0)
-        for step in range(e.steps):
+        if start:
+            handover.catch_up(engine, version=start)
+        else:
+            watcher.look(engine, 0, 0)
+        for step in range(start, e.steps):
             clock = time.monotonic()
             drawn = sampler.draw(step)
             seed = seed_for(cfg.seed, "e2e", step)
             actor = EngineActor(engine, bench.renderer, bench.sampling, cfg.model.context_length, seed)
             play = partial(run_episodes, environment, drawn, actor, cfg.environment.max_turns, e.group_size)
-            results = handover.generate(engine, play)
+            with saver.generating():
+                results = handover.generate(engine, play)
             groups = [results[i : i + e.group_size] for i in range(0, len(results), e.group_size)]
             append_jsonl(directory / "episodes.jsonl", ({"step": step, **episode_row(r)} for r in results))
             check_errors(results, directory)
@@ -164,6 +172,10 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             tracker.log(step, metrics | handover.ledger.metrics() | {"seconds": time.monotonic() - clock})
             watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
-    export(policy, bench, directory / "checkpoint")
+            saver.extra = {"spent": spent.to_json()}
+            saver.step_done(step + 1, score=metrics["reward"])
+        export(policy, bench, directory / "checkpoint")
     facts = {"steps": e.steps, "tasks": len(tasks), "engine": {"e2e": spent.to_json()}}
-    return grpo.finish(directory, facts, spent, time.monotonic() - started)
+    summary = grpo.finish(directory, facts, spent, saver.seconds_before + time.monotonic() - started)
+    saver.finished()
+    return summary

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 import pivotrl.evaluation.stage  # noqa: E402
 import pivotrl.profiling.stage  # noqa: E402
+import pivotrl.training.end_to_end  # noqa: E402
 import pivotrl.training.grpo  # noqa: E402
 import pivotrl.training.sft  # noqa: E402
 from pivotrl import cli, state_folder  # noqa: E402

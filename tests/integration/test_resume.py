@@ -22,7 +22,7 @@ from pivotrl.policy.state_files import RegionReader, checksum
 from pivotrl.stopping import EXIT_STOPPED
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resume_runs import STEPS, Server, assert_same, rows, serve
+from resume_runs import STEPS, Server, assert_same, rows, serve, without_times
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,38 @@ def test_sft_resumes(server: Server) -> None:
         assert server.run(parts, stage="sft", at=at) == EXIT_STOPPED, server.said()
     assert server.run(parts, stage="sft") == 0, server.said()
     assert_same(parts, whole, "sft")
+
+
+EPISODES = (
+    "environment.name=tests.parity_world:ParityWorld",
+    "environment.max_turns=3",
+    f"end_to_end.steps={STEPS}",
+    "end_to_end.tasks_per_step=2",
+    "end_to_end.group_size=4",
+    "watch.every=2",
+    "watch.tasks=2",
+    "watch.split=test",
+)
+
+
+def test_end_to_end_resumes(server: Server) -> None:
+    whole, parts = server.new("e2e-whole"), server.new("e2e-parts")
+    assert server.run(whole, *EPISODES, stage="e2e") == 0, server.said()
+    assert [row["step"] for row in read_jsonl(whole / "e2e" / "curve.jsonl")] == [0, 2, 4, 6]
+    at = {"event": "train", "number": 2, "do": "TERM"}
+    assert server.run(parts, *EPISODES, stage="e2e", at=at) == EXIT_STOPPED, server.said()
+    assert f"after step 2 of {STEPS}" in server.said()
+    for number in (5, 9):  # within the episodes of a step: those are played again
+        at = {"event": "generate", "number": number, "do": "KILL"}
+        assert server.run(parts, *EPISODES, "checkpoint.every_steps=1", stage="e2e", at=at) == -9
+    assert server.run(parts, *EPISODES, stage="e2e") == 0, server.said()
+    assert "continues after step" in server.said()
+    assert_same(parts, whole, "e2e")
+    assert (parts / "e2e" / "episodes.jsonl").read_bytes() == (whole / "e2e" / "episodes.jsonl").read_bytes()
+    curves = [[without_times(row) for row in read_jsonl(run / "e2e" / "curve.jsonl")] for run in (parts, whole)]
+    assert curves[0] == curves[1]
+    summaries = [json.loads((run_dir / "e2e" / "summary.json").read_text()) for run_dir in (parts, whole)]
+    assert summaries[0]["rollouts"] == summaries[1]["rollouts"] > 0
 
 
 def test_profile_and_evaluation_stop_and_go_on(server: Server, straight: Path) -> None:

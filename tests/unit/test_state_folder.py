@@ -82,11 +82,17 @@ def test_what_a_resumed_run_may_change() -> None:
     assert (
         found() == found("parallel.tensor=2", "algorithm.steps=60", "cluster.nodes=4", "checkpoint.keep_last=3") == []
     )
+    step = ("recompute=true", "cpu_offload=true", "overlap_grad_reduce=true", "max_nonfinite_steps=9")
+    assert found(*(f"algorithm.optimizer.{key}" for key in (*step, "tokens_per_microbatch=512"))) == []
+    assert found("generation.tensor_parallel=2", "generation.enforce_eager=false") == []
     assert found("algorithm.group_size=4") == ["algorithm.group_size: 8 -> 4"]
     assert found("algorithm.steps=2") == ["algorithm.steps: 6 -> 2 (3 steps are done)"]
     assert found("algorithm.steps=3") == []
     assert len(found("algorithm.optimizer.schedule=linear", "algorithm.steps=7")) == 2
     assert found("sft.steps=7", stage="sft") == []
+    assert found("sft.optimizer.tokens_per_microbatch=512", stage="sft") == []
+    assert found("end_to_end.steps=30", "algorithm.optimizer.tokens_per_microbatch=512", stage="e2e") == []
+    assert found("end_to_end.group_size=4", stage="e2e") == ["end_to_end.group_size: 8 -> 4"]
     assert found("sft.optimizer.beta1=0.8", stage="sft") == ["sft.optimizer.beta1: 0.9 -> 0.8"]
 
 
