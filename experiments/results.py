@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -71,6 +71,7 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
     seeds = sorted({r["seed"] for rows in arms.values() for r in rows})
     parts = [f"## {experiment}, {split} tasks", f"Seeds: {', '.join(map(str, seeds))}."]
     parts += ["### In the domain", _in_domain(arms, [n for n in MAIN if n in arms])]
+    parts += ["### Where it succeeds, and how it fails", _by_family(arms, [n for n in MAIN if n in arms])]
     if any(r["policy"].get("ood") for rows in arms.values() for r in rows):
         parts += ["### Outside it", _out_of_domain(arms, [n for n in MAIN if n in arms])]
     if all(name in arms for name in EQUAL_SUCCESS) and (text := _equal_success(arms)):
@@ -116,6 +117,22 @@ def _in_domain(arms: Arms, names: Sequence[str]) -> str:
             ]
         )
     return table(head, rows)
+
+
+def _by_family(arms: Arms, names: Sequence[str]) -> str:
+    """Greedy success by family of tasks, and the most frequent ways to fail."""
+    greedy = {name: [r["policy"]["greedy"] for r in arms[name]] for name in names}
+    families = sorted({family for rows in greedy.values() for row in rows for family in row.get("by_family", {})})
+    rows = []
+    for name, found in greedy.items():
+        shares = [_percent(stats.mean_of(found, "by_family", family)) for family in families]
+        failures: Counter[str] = Counter()
+        for row in found:
+            failures.update({k: v for k, v in row.get("reasons", {}).items() if k != "ok"})
+        tasks = sum(row["n"] * row.get("trials", 1) for row in found)
+        often = ", ".join(f"{reason} {_percent(count / tasks)}" for reason, count in failures.most_common(3))
+        rows.append([ARMS[name].title, *shares, often or "–"])
+    return table(["arm", *families, "fails most by"], rows)
 
 
 def _pass_at(records: Sequence[Row]) -> str:

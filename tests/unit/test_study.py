@@ -82,6 +82,12 @@ class FakePivotrl:
         rng = random.Random(f"{cfg.seed}")
         tasks = {f"t{i}": float(rng.random() < LEVEL[policy]) for i in range(12)}
         row = {"success": 0.5, "per_task": tasks, "tool_calls": {"share": 0.9}, "pass_at": {"1": 0.5, "4": 0.7}}
+        row |= {
+            "n": 12,
+            "trials": 1,
+            "by_family": {"cancel": 0.25 + 0.5 * (cfg.seed == 1), "refuse": LEVEL[policy] / 4},
+        }
+        row |= {"reasons": {"ok": 6, "wrong_order": 3, "told_nobody": 2 + cfg.seed}}
         sets = {"gsm8k": {"accuracy": 0.1}, "hellaswag": {"accuracy": 0.3}}
         drift = {
             "kl_in_domain": {"kl": 0.03},
@@ -186,6 +192,8 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
     text = page.read_text()
     assert all(f"| {ARMS[name].title} | 2 |" in text for name in MAIN)
     assert "beta 0.01" in text
+    assert "| arm | cancel | refuse | fails most by |" in text
+    assert "| SFT | 50.0 % | 10.0 % | wrong_order 25.0 %, told_nobody 20.8 % |" in text
     assert text.count("-seed1.json`") == len(MAIN) + 1
     for name in ("success-rollouts", "success-seconds", "reward-std", "gamma"):
         svg = (study.records / f"study_outfitters-{name}.svg").read_text()
