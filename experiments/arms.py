@@ -45,6 +45,16 @@ _ARMS = (
         "algorithm.reprofile.turns=80",
         color="#2f5d50",
     ),
+    Arm(
+        "adv_wide",
+        "PivotRL, pivots of 480 turns",
+        "pivotrl",
+        ("profile", "select", "train"),
+        ("select.set=adv", "profile.max_turns=480"),
+        profiled=True,
+        own_profile=True,
+        color="#7fa32b",
+    ),
     _pivot("dapo", "DAPO filtering, equal rollouts", "select.set=cand", "algorithm=dapo", profiled=False),
     Arm("e2e", "end-to-end RL", "e2e", ("e2e",), color="#8a4fbf"),
 )
