@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pivotrl.evaluation.questions import ExactAnswer, Instructions, MultipleChoice, QuestionSet, answered, kept
@@ -22,19 +22,8 @@ class ScoringEngine(Engine, Scorer, Protocol):
     """What generates answers and scores texts."""
 
 
-def evaluate_sets(
-    sets: Sequence[QuestionSet],
-    engine: ScoringEngine,
-    renderer: Renderer,
-    max_new_tokens: int,
-    context_length: int,
-    tell: Callable[[str], None] = lambda name: None,
-) -> dict[str, Any]:
-    """Accuracy over all questions, with its interval, and of each set under "sets". `tell`: a set is done."""
-    found = {}
-    for s in sets:
-        one = found[s.name] = _evaluate(s, engine, renderer, max_new_tokens, context_length)
-        tell(s.name if one["accuracy"] is None else f"{s.name} {one['accuracy']:.2f}")
+def joined(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy over the questions of all sets, with its interval, and of each set under "sets"; of one set, its own."""
     if len(found) == 1:
         return next(iter(found.values()))
     per_task = {f"{name}/{i}": v for name, one in found.items() for i, v in one["per_task"].items()}
@@ -49,9 +38,10 @@ def evaluate_sets(
     }
 
 
-def _evaluate(
+def evaluate_set(
     questions: QuestionSet, engine: ScoringEngine, renderer: Renderer, max_new_tokens: int, context_length: int
 ) -> dict[str, Any]:
+    """Accuracy on a set, with its interval and each question's outcome under "per_task"."""
     if questions.kind == "choice":
         rows = [row for row in questions.rows if isinstance(row, MultipleChoice)]
         return evaluate_choices(rows, engine, renderer, questions.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from pivotrl.errors import UserError
 from pivotrl.evaluation.benchmark import run_benchmark
 from pivotrl.evaluation.drift_probe import DriftProbe
 from pivotrl.evaluation.in_domain import EngineActor, evaluate_turns, play
-from pivotrl.evaluation.out_of_domain import evaluate_sets
-from pivotrl.evaluation.questions import read_sets
+from pivotrl.evaluation.out_of_domain import evaluate_set, joined
+from pivotrl.evaluation.questions import QuestionSet, read_sets
 from pivotrl.evaluation.statistics import paired_difference
 from pivotrl.evaluation.tasks import evaluation_tasks
 from pivotrl.generation.engine import Engine, Sampling
@@ -31,6 +32,8 @@ from pivotrl.setup import Workbench
 from pivotrl.stopping import kept
 from pivotrl.tracking.progress import progress
 
+OOD = "ood/"  # of the parts that are a set of questions
+Measure = Callable[[str], tuple[dict[str, Any], Cost]]  # policy's name -> what a part showed, and its cost
 STAGE_OF = {"base": None, "sft": "sft", "pivotrl": "train", "e2e": "e2e"}
 
 
@@ -49,16 +52,40 @@ def checkpoints(cfg: Config, run_dir: Path, base: Path) -> dict[str, Path]:
     return found
 
 
+class Measured:
+    """What an evaluation has shown so far, in evaluate/measured.json: an interruption costs no more than one part."""
+
+    def __init__(self, directory: Path):
+        self.path, self.episodes = directory / "measured.json", directory / "episodes.jsonl"
+        before = read_json(self.path) if self.path.is_file() else {}
+        self.policies: dict[str, dict[str, Any]] = before.get("policies", {})  # policy -> part -> what it showed
+        self.cost = Cost(**before.get("cost", {}))
+        if self.episodes.is_file():  # those of a part that was not finished are played again
+            rows = whole_rows(self.episodes)
+            write_jsonl(self.episodes, (r for r in rows if r["mode"] in self.policies.get(r["policy"], {})))
+
+    def keep(self, policy: str, part: str, found: dict[str, Any], cost: Cost) -> None:
+        self.policies.setdefault(policy, {})[part] = found
+        self.cost += cost
+        write_json(self.path, {"policies": self.policies, "cost": self.cost.to_json()})
+        kept()
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Policy -> mode, "ood" or "drift" -> what it showed."""
+        results = {}
+        for policy, parts in self.policies.items():
+            sets = {part.removeprefix(OOD): found for part, found in parts.items() if part.startswith(OOD)}
+            rest = {part: found for part, found in parts.items() if not part.startswith(OOD) and part != "drift"}
+            ood = {"ood": joined(sets)} if sets else {}
+            results[policy] = rest | ood | ({"drift": parts["drift"]} if "drift" in parts else {})
+        return results
+
+
 class Evaluator:
     """The measurements of one policy; the engine holds its weights."""
 
     def __init__(self, cfg: Config, run_dir: Path, bench: Workbench, engine: Engine):
         self.cfg, self.run_dir, self.bench, self.engine = cfg, run_dir, bench, engine
-        self.episodes = run_dir / "evaluate" / "episodes.jsonl"
-        self.progress = run_dir / "evaluate" / "measured.json"
-        self.policies: dict[str, Any] = {}
-        self.cost: dict[str, float] = Cost().to_json()
-        self._continue()
         e = cfg.evaluate
         self.sets = read_sets(e.ood_path, e.ood_rows) if e.ood_path else []
         self.drift = DriftProbe(cfg, run_dir, bench, engine, self.sets) if e.drift else None
@@ -73,68 +100,37 @@ class Evaluator:
                     "or set environment.name"
                 )
 
-    def _continue(self) -> None:
-        """Take over what an interrupted evaluation had measured: whole policies; a half-measured one is done again."""
-        if self.progress.is_file():
-            before = read_json(self.progress)
-            self.policies, self.cost = before["policies"], self.cost | before["cost"]
-        if self.episodes.is_file():
-            write_jsonl(self.episodes, (row for row in whole_rows(self.episodes) if row["policy"] in self.policies))
-
-    def keep(self, policy: str, measured: dict[str, Any]) -> None:
-        """Note a policy as measured, so that an interruption does not cost it."""
-        self.policies[policy] = measured
-        write_json(self.progress, {"policies": self.policies, "cost": self.cost})
-        kept()
-
-    def modes(self) -> dict[str, tuple[Sampling, int]]:
+    def parts(self) -> dict[str, Measure]:
+        """What is measured, in this order."""
         greedy = replace(self.bench.sampling, temperature=0.0)
-        wanted = {"greedy": (greedy, 1)}
-        if self.cfg.evaluate.trials:
-            wanted["sampled"] = (self.bench.sampling, self.cfg.evaluate.trials)
-        return wanted
-
-    @property
-    def parts(self) -> int:
-        """How often `measure` tells that a part is done."""
-        return len(self.modes()) + len(self.sets) + (self.drift is not None)
-
-    def measure(self, policy: str, tell: Callable[[str], None]) -> dict[str, Any]:
-        """In-domain success in every mode, and out-of-domain accuracy, of the policy that the engine holds.
-
-        `tell` is called after each part, with what it showed.
-        """
-        result = {}
-        for mode, (sampling, trials) in self.modes().items():
-            result[mode] = self._in_domain(sampling, trials, {"policy": policy, "mode": mode})
-            tell(f"{policy} {mode} {_short(result[mode]['success'])}")
-        if self.sets:
-            length, new = self.cfg.model.context_length, self.cfg.evaluate.ood_max_new_tokens
-            result["ood"] = evaluate_sets(
-                self.sets, self.engine, self.bench.renderer, new, length, lambda name: tell(f"{policy} {name}")
-            )
+        made: dict[str, Measure] = {"greedy": partial(self._in_domain, "greedy", greedy, 1)}
+        if trials := self.cfg.evaluate.trials:
+            made["sampled"] = partial(self._in_domain, "sampled", self.bench.sampling, trials)
+        made |= {OOD + questions.name: partial(self._out_of_domain, questions) for questions in self.sets}
         if self.drift is not None:
-            result["drift"] = self.drift.measure()
-            tell(f"{policy} drift")
-        return result
+            made["drift"] = partial(self._drift, self.drift)
+        return made
 
-    def _in_domain(self, sampling: Sampling, trials: int, label: dict[str, str]) -> dict[str, Any]:
+    def _in_domain(self, mode: str, sampling: Sampling, trials: int, policy: str) -> tuple[dict[str, Any], Cost]:
         cfg, bench = self.cfg, self.bench
         if self.environment is None:
             roller = LocalRoller(self.engine, bench.renderer, bench.verifier, sampling)
             found = evaluate_turns(self.states, roller, trials, cfg.seed)
-            self._spend(found.pop("cost"))
-            return found
+            return found, Cost(**found.pop("cost"))
         tasks = evaluation_tasks(cfg, self.run_dir, self.environment, cfg.evaluate.split, cfg.evaluate.tasks)
         actor = EngineActor(self.engine, bench.renderer, sampling, cfg.model.context_length, cfg.seed)
         found, rows = play(self.environment, tasks, trials, cfg.environment.max_turns, actor)
-        append_jsonl(self.episodes, ({**label, **row} for row in rows))
-        self._spend(actor.cost)
-        return found
+        episodes = self.run_dir / "evaluate" / "episodes.jsonl"
+        append_jsonl(episodes, ({"policy": policy, "mode": mode, **row} for row in rows))
+        return found, actor.spent
 
-    def _spend(self, cost: dict[str, float]) -> None:
-        for name, value in cost.items():
-            self.cost[name] += value
+    def _out_of_domain(self, questions: QuestionSet, policy: str) -> tuple[dict[str, Any], Cost]:
+        """Costs are those of episodes and held-out turns alone."""
+        length, new = self.cfg.model.context_length, self.cfg.evaluate.ood_max_new_tokens
+        return evaluate_set(questions, self.engine, self.bench.renderer, new, length), Cost()
+
+    def _drift(self, probe: DriftProbe, policy: str) -> tuple[dict[str, Any], Cost]:
+        return probe.measure(), Cost()
 
 
 def differences(policies: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +151,12 @@ def differences(policies: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _short(success: float | None) -> str:
-    return "not judged" if success is None else f"{success:.2f}"
+def _note(policy: str, part: str, found: dict[str, Any]) -> str:
+    """What the progress bar tells of a part."""
+    if part == "drift":
+        return f"{policy} drift"
+    value = found["accuracy" if part.startswith(OOD) else "success"]
+    return f"{policy} {part.removeprefix(OOD)} {'not judged' if value is None else f'{value:.2f}'}"
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -172,29 +172,31 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     bench = Workbench.build(cfg, run_dir)
     folders = checkpoints(cfg, run_dir, bench.start_policy)
+    measured = Measured(run_dir / "evaluate")
     with bench.engine() as engine:
-        evaluator = Evaluator(cfg, run_dir, bench, engine)
-        policies = evaluator.policies
-        done = len(policies) * evaluator.parts
-        with progress(len(folders) * evaluator.parts, "evaluate", done, "measurement") as bar:
+        parts = Evaluator(cfg, run_dir, bench, engine).parts()
+        done = sum(map(len, measured.policies.values()))
+        with progress(len(folders) * len(parts), "evaluate", done, "measurement") as bar:
             for version, (policy, folder) in enumerate(folders.items(), 1):
-                if policy in policies:
-                    continue
-                if folder != bench.start_policy:
+                left = [part for part in parts if part not in measured.policies.get(policy, {})]
+                if left and folder != bench.start_policy:
                     engine.refit(_weights(folder), version=version)
-                evaluator.keep(policy, evaluator.measure(policy, lambda note: bar.advance(1, note)))
-    cost = evaluator.cost
+                for part in left:
+                    found, cost = parts[part](policy)
+                    measured.keep(policy, part, found, cost)
+                    bar.advance(1, _note(policy, part, found))
+    policies, spent = measured.results(), measured.cost.to_json()
     summary = {
         "environment": cfg.environment.name,
         "split": cfg.evaluate.split,
         "policies": policies,
         "differences": differences(policies),
-        "rollouts": cost["rollouts"],
-        "tokens": {name: cost[name] for name in ("prompt", "cached", "generated")},
-        "engine": {"evaluate": cost},  # episodes and held-out turns; not out-of-domain questions and drift
+        "rollouts": spent["rollouts"],
+        "tokens": {name: spent[name] for name in ("prompt", "cached", "generated")},
+        "engine": {"evaluate": spent},  # episodes and held-out turns; not out-of-domain questions and drift
         "seconds": time.monotonic() - started,
     }
     write_json(run_dir / "evaluate" / "summary.json", summary)
     if keeps_books():
-        evaluator.progress.unlink(missing_ok=True)
+        measured.path.unlink(missing_ok=True)
     return summary

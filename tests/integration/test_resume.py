@@ -195,14 +195,31 @@ def test_profile_and_evaluation_stop_and_go_on(server: Server, straight: Path) -
     assert server.run(run_dir, *overrides, stage="profile") == 0, server.said()
     assert (run_dir / "profile" / "rollouts.jsonl").read_bytes().startswith(made)
     shutil.copytree(straight / "train", run_dir / "train")
+    overrides = (*overrides, "environment.max_turns=2", "evaluate.trials=2")
+
+    def measured() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((run_dir / "evaluate" / "measured.json").read_text())["policies"]
+        return found
+
+    at = {"event": "generate", "number": 4, "do": "KILL"}  # two turns of greedy episodes, then within the sampled ones
+    assert server.run(run_dir, *overrides, stage="evaluate", at=at) == -9, server.said()
+    greedy = measured()["base"]["greedy"]
+    assert list(measured()["base"]) == ["greedy"]
     at = {"event": "refit", "number": 1, "do": "USR1"}  # base is measured, pivotrl comes next
     assert server.run(run_dir, *overrides, stage="evaluate", at=at) == EXIT_STOPPED, server.said()
-    measured = json.loads((run_dir / "evaluate" / "measured.json").read_text())["policies"]
-    assert list(measured) == ["base"]
+    assert {policy: list(parts) for policy, parts in measured().items()} == {"base": ["greedy", "sampled"]}
+    assert measured()["base"]["greedy"] == greedy
+    before = measured()["base"]
     assert server.run(run_dir, *overrides, stage="evaluate") == 0, server.said()
     summary = json.loads((run_dir / "evaluate" / "summary.json").read_text())
-    assert summary["policies"]["base"] == measured["base"]
+    assert summary["policies"]["base"] == before
     assert list(summary["policies"]) == ["base", "pivotrl"]
+    played = [(row["policy"], row["mode"]) for row in read_jsonl(run_dir / "evaluate" / "episodes.jsonl")]
+    assert {key: played.count(key) for key in played} == {
+        (policy, mode): count for policy in ("base", "pivotrl") for mode, count in (("greedy", 2), ("sampled", 4))
+    }
+    assert summary["rollouts"] == 2 * 2 * (2 + 4)  # policies, turns, episodes: none counted twice or forgotten
+    assert not (run_dir / "evaluate" / "measured.json").exists()
 
 
 def test_deadline_saves_before_it(server: Server, straight: Path) -> None:

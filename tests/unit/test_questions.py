@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pivotrl.errors import UserError
 from pivotrl.evaluation.instructions import CHECKS, follows
-from pivotrl.evaluation.out_of_domain import evaluate_choices, evaluate_sets
+from pivotrl.evaluation.out_of_domain import evaluate_choices, evaluate_set, joined
 from pivotrl.evaluation.questions import ExactAnswer, MultipleChoice, answered, read_set, read_sets
 from pivotrl.generation.engine import Completion
 
@@ -70,12 +70,13 @@ def test_sets_of_all_kinds_and_their_mean(tmp_path: Path):
         ("c", "instructions", 1, 1),
     ]
     engine = Letters({"How many?": "It is 1204.", "No comma.": "Fine"})
-    found = evaluate_sets(sets, engine, engine, 10, 60)  # type: ignore[arg-type]
+    each = {s.name: evaluate_set(s, engine, engine, 10, 60) for s in sets}  # type: ignore[arg-type]
+    found = joined(each)
     assert found["sets"]["b"]["left_out"] == 1  # beyond the context: neither right nor wrong
     assert found["sets"]["c"]["instructions_followed"] == 1.0
     assert (found["n"], found["accuracy"]) == (3, pytest.approx(2 / 3))
     assert set(found["per_task"]) == {"a/0", "b/0", "c/0"}
-    alone = evaluate_sets(sets[1:2], engine, engine, 10, 60)  # type: ignore[arg-type]
+    alone = joined({"b": each["b"]})
     assert (alone["name"], alone["accuracy"]) == ("b", 1.0)
 
 
