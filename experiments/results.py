@@ -92,25 +92,23 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
 
 
 def _in_domain(arms: Arms, names: Sequence[str]) -> str:
-    head = ["arm", "seeds", "greedy", "sampled", "pass@k", "against SFT", "valid calls", "rollout turns", "time"]
+    head = ["arm", "seeds", "greedy", "against SFT", "sampled", "against SFT", "pass@k", "valid calls", "rollout turns"]
+    head += ["time"]
     rows = []
     for name in names:
         records = arms[name]
-        greedy = stats.estimate(stats.per_task(records, "greedy"))
-        sampled = stats.estimate(stats.per_task(records, "sampled"))
-        against = None
-        if name != "sft" and "sft" in arms:
-            against = stats.paired(stats.per_task(records, "greedy"), stats.per_task(arms["sft"], "greedy"))
+        success = []
+        for mode in ("greedy", "sampled"):
+            ours, theirs = (stats.per_task(r, mode) for r in (records, arms.get("sft", [])))
+            success += [_share(stats.estimate(ours)), _points(stats.paired(ours, theirs) if name != "sft" else None)]
         rollouts = [stats.budget(r, "rollouts") for r in records]
         seconds = [stats.budget(r, "seconds") for r in records]
         rows.append(
             [
                 ARMS[name].title,
                 str(len(records)),
-                _share(greedy),
-                _share(sampled),
+                *success,
                 _pass_at(records),
-                _points(against),
                 _percent(stats.mean_of(records, "policy", "greedy", "tool_calls", "share")),
                 f"{sum(rollouts) / len(rollouts):.0f}",
                 duration(sum(seconds) / len(seconds)),
