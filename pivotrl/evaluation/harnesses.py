@@ -83,11 +83,12 @@ def read_swe_bench(out: Path) -> Row:
     report = _json(found[-1])
     resolved, submitted = int(report["resolved_instances"]), int(report["submitted_instances"])
     values = [1.0] * resolved + [0.0] * (submitted - resolved)
+    broken = {*report.get("error_ids", []), *report.get("infra_failure_ids", [])}
     return {
         "success": resolved / submitted if submitted else None,
         "ci": list(interval(values)),
         "n": submitted,
-        "errors": int(report.get("error_instances", 0)),
+        "errors": max(len(broken), int(report.get("error_instances", 0))),
     }
 
 
@@ -112,7 +113,11 @@ def read_inspect(out: Path) -> Row:
     results = log.get("results") or {}
     scores = results.get("scores") or []
     total, done = int(results.get("total_samples", 0)), int(results.get("completed_samples", 0))
-    value = scores[0]["metrics"]["accuracy"]["value"] if scores else None
+    metrics = scores[0]["metrics"] if scores else {}
+    name = next(
+        (name for name in metrics if name.endswith("accuracy")), None
+    )  # BrowseComp names it browse_comp_accuracy
+    value = None if name is None else metrics[name]["value"]
     return {"success": value, "n": done, "errors": total - done, "status": log.get("status")}
 
 
@@ -217,20 +222,24 @@ HARNESSES: dict[str, Harness] = {
     ),
     "browsecomp": Harness(
         title="BrowseComp",
-        executables=("inspect", "docker"),
+        executables=("inspect",),
         modules=(),
-        install="pip install inspect-ai 'inspect-evals[browse_comp]', and Docker",
-        needs="Docker, network access for its browser, and a model that grades the answers (benchmark.options.grader)",
+        install="pip install inspect-evals openai",
+        needs="network access, a search provider (TAVILY_API_KEY; or another: benchmark.options.search=exa), a model "
+        "that grades (benchmark.options.grader), and Docker before inspect-evals 0.28",
         commands=(
             (
                 *("inspect", "eval", "inspect_evals/browse_comp", "--model", "openai-api/pivotrl/{model}"),
-                *("--model-role", "grader={grader}", "--max-connections", "{concurrency}", "--epochs", "{trials}"),
+                # Without these two the policy answers from memory, and grades itself.
+                *("-T", "with_browsing={browsing}", "-T", "scorer_model={grader}"),
+                ("-T", "web_search_providers={search}"),
+                *("--max-connections", "{concurrency}", "--epochs", "{trials}"),
                 *("--log-dir", "{out}/logs", "--log-format", "json"),
                 ("--limit", "{tasks}"),
             ),
         ),
         read=read_inspect,
-        options={"grader": None},
+        options={"grader": None, "browsing": True, "search": None},
         required=("grader",),
         environment={"PIVOTRL_BASE_URL": "{base_url}", "PIVOTRL_API_KEY": "{api_key}"},
     ),
@@ -239,7 +248,7 @@ HARNESSES: dict[str, Harness] = {
         executables=("lm_eval",),
         modules=(),
         install="pip install 'lm-eval[api,ifeval,math]'",
-        needs="network access to the data sets, or a filled Hugging Face cache; `lm_eval --tasks list` names the tasks",
+        needs="network access to the data sets, or a filled Hugging Face cache; `lm_eval ls tasks` names them",
         commands=(
             (
                 *("lm_eval", "--model", "local-chat-completions", "--tasks", "{sets}", "--apply_chat_template"),

@@ -165,6 +165,8 @@ def test_commands_of_every_harness(name: str):
     assert limited[0][-2:] == ["--seed", "7"]
     if name == "tau2":
         assert json.loads(lines[0][lines[0].index("--agent-llm-args") + 1])["api_base"] == "http://h/v1"
+    if name == "browsecomp":  # the task's defaults are no browsing, and the evaluated model as its own judge
+        assert {"with_browsing=True", "scorer_model=grader-or-user"} <= set(lines[0])
     for text in harness.environment.values():
         assert text.format_map(VALUES)
     assert load_config([f"benchmark={name}"]).benchmark.name == name
@@ -177,9 +179,10 @@ def write(path: Path, value: object) -> None:
 
 def test_results_of_the_other_harnesses(tmp_path: Path):
     report = {"resolved_instances": 2, "submitted_instances": 8, "error_instances": 1}
-    write(tmp_path / "m.pivotrl.json", report)
-    found = HARNESSES["swe_bench"].read(tmp_path)
-    assert (found["success"], found["n"], found["errors"]) == (0.25, 8, 1)
+    for told, errors in (({}, 1), ({"error_ids": ["a"], "infra_failure_ids": ["a", "b"]}, 2)):  # of swebench 5
+        write(tmp_path / "m.pivotrl.json", report | told)
+        found = HARNESSES["swe_bench"].read(tmp_path)
+        assert (found["success"], found["n"], found["errors"]) == (0.25, 8, errors)
 
     for i, result in enumerate(
         ({"reward": 1.0}, {"reward": 0.0}, None),
@@ -189,7 +192,8 @@ def test_results_of_the_other_harnesses(tmp_path: Path):
     found = HARNESSES["terminal_bench"].read(tmp_path)
     assert (found["success"], found["n"], found["trials"], found["errors"]) == (0.5, 1, 2, 1)
 
-    scores = [{"metrics": {"accuracy": {"value": 0.1}}}]
+    # What inspect-evals 0.26 leaves.
+    scores = [{"metrics": {"browse_comp_accuracy": {"value": 0.1}, "calibration_error": {"value": 0.6}}}]
     results = {"total_samples": 10, "completed_samples": 9, "scores": scores}
     write(tmp_path / "logs" / "a.json", {"status": "success", "results": results})
     found = HARNESSES["browsecomp"].read(tmp_path)
