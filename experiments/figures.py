@@ -10,7 +10,7 @@ from experiments.aggregate import Row
 from experiments.arms import ARMS
 from pivotrl.tracking import charts
 
-_CURVES = ("adv", "adv_reprofiled", "mixed", "cand", "e2e")
+_CURVES = ("adv", "adv_reprofiled", "adv_long", "mixed", "cand", "e2e")
 _DEVIATIONS = ("cand", "mixed", "adv")
 _TRAINED = (*_DEVIATIONS, "adv_reprofiled")
 _BETAS = [0.5 + 0.1 * i for i in range(16)]
@@ -50,16 +50,21 @@ def standalone(svg: str) -> str:
 
 def _success(arms: dict[str, list[Row]], axis: str, title: str) -> str:
     lines = [
-        charts.Series(name, points, ARMS[name].color)
+        charts.Series(_with_seeds(name, arms[name]), points, ARMS[name].color)
         for name in _CURVES
         if name in arms and (points := stats.curve(arms[name], axis))
     ]
     return charts.line_chart(lines, title, "success")
 
 
+def _with_seeds(name: str, records: Sequence[Row]) -> str:
+    """A curve is a mean: over how many seeds."""
+    return f"{name} ({len(records)} seed{'s' if len(records) > 1 else ''})"
+
+
 def _deviation(arms: dict[str, list[Row]]) -> str:
     lines = [
-        charts.Series(name, stats.smooth(points, 5), ARMS[name].color)
+        charts.Series(_with_seeds(name, arms[name]), stats.smooth(points, 5), ARMS[name].color)
         for name in _TRAINED
         if name in arms and (points := stats.by_step(arms[name], "group_std"))
     ]

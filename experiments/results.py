@@ -17,7 +17,7 @@ from pivotrl.io import read_json
 from pivotrl.tracking.progress import duration
 
 Arms = dict[str, list[Row]]  # arm -> its records, by seed
-EQUAL_SUCCESS = ("adv", "e2e")  # whose rollouts to equal success are compared
+EQUAL_SUCCESS = (("adv", "e2e"), ("adv_long", "e2e"))  # whose rollouts to equal success are compared
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Arms]]:
@@ -74,8 +74,8 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
     parts += ["### Where it succeeds, and how it fails", _by_family(arms, [n for n in MAIN if n in arms])]
     if any(r["policy"].get("ood") for rows in arms.values() for r in rows):
         parts += ["### Outside it", _out_of_domain(arms, [n for n in MAIN if n in arms])]
-    if all(name in arms for name in EQUAL_SUCCESS) and (text := _equal_success(arms)):
-        parts += ["### Rollouts to equal success", text]
+    equal = [text for pair in EQUAL_SUCCESS if (text := _equal_success(arms, *pair))]
+    parts += ["### Rollouts to equal success", *equal] if equal else []
     if sweeps := [n for n in ("adv", *SWEEPS) if n in arms]:
         parts += ["### One setting changed", _in_domain(arms, sweeps)] if len(sweeps) > 1 else []
     if text := _gamma(arms):
@@ -162,17 +162,19 @@ def _out_of_domain(arms: Arms, names: Sequence[str]) -> str:
     return table(head, rows)
 
 
-def _equal_success(arms: Arms) -> str:
-    """Rollout turns and seconds at which each curve first reaches levels that both reach."""
-    pivot, reference = EQUAL_SUCCESS
-    curves = {name: stats.smooth(stats.curve(arms[name], "rollouts"), 2) for name in EQUAL_SUCCESS}
-    times = {name: stats.smooth(stats.curve(arms[name], "seconds"), 2) for name in EQUAL_SUCCESS}
-    if not all(curves.values()):
+def _equal_success(arms: Arms, pivot: str, reference: str) -> str:
+    """Rollout turns and seconds at which each curve, over the seeds of both, first reaches levels that both reach."""
+    both = {r["seed"] for r in arms.get(pivot, [])} & {r["seed"] for r in arms.get(reference, [])}
+    records = {name: [r for r in arms[name] if r["seed"] in both] for name in (pivot, reference) if both}
+    curves = {name: stats.smooth(stats.curve(rows, "rollouts"), 2) for name, rows in records.items()}
+    times = {name: stats.smooth(stats.curve(rows, "seconds"), 2) for name, rows in records.items()}
+    if not both or not all(curves.values()):
         return ""
     start = max(points[0][1] for points in curves.values())
     best = {name: max(y for _, y in points) for name, points in curves.items()}
     text = (
-        f"Highest success of the curves (two looks averaged): {ARMS[pivot].title} {_percent(best[pivot])}, "
+        f"Seeds {', '.join(map(str, sorted(both)))}; highest success of the curves (two looks averaged): "
+        f"{ARMS[pivot].title} {_percent(best[pivot])}, "
         f"{ARMS[reference].title} {_percent(best[reference])}; start {_percent(start)}."
     )
     rows = []
