@@ -34,6 +34,7 @@ def make_record(experiment: str, arm: Arm, seed: int, folder: Path, shared: Path
         "run_dir": str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder),
         "version": __version__,
         "split": evaluated.get("split", "test"),
+        "environment": f"{evaluated['environment']} {evaluated['environment_version']}",
         "start_policy": profile["fingerprint"]["weights"],  # of pi_0: the arms of a seed must share it
         "policy": evaluated["policies"][arm.policy],
         "profile": {"rollouts": profile["rollouts"], "seconds": _engine_seconds(profile), **_profile(profile_folder)},

@@ -31,11 +31,22 @@ def read_records(folder: Path) -> dict[str, dict[str, Arms]]:
     if not found:
         raise UserError(f"{folder} has no record; run `python -m experiments.study` first")
     for splits in found.values():
+        _check_environment([r for arms in splits.values() for records in arms.values() for r in records])
         _check_start(r for arms in splits.values() for records in arms.values() for r in records)
         for arms in splits.values():
             for records in arms.values():
                 records.sort(key=lambda r: r["seed"])
     return {name: {split: dict(arms) for split, arms in splits.items()} for name, splits in found.items()}
+
+
+def _check_environment(records: Sequence[Row]) -> None:
+    """Another version of an environment judges otherwise."""
+    for record in records[1:]:
+        if record["environment"] != records[0]["environment"]:
+            raise UserError(
+                f"{record['file']} was judged by {record['environment']}, {records[0]['file']} by "
+                f"{records[0]['environment']}: evaluate one of them again, or remove its record"
+            )
 
 
 def _check_start(records: Iterable[Row]) -> None:

@@ -159,6 +159,12 @@ def _note(policy: str, part: str, found: dict[str, Any]) -> str:
     return f"{policy} {part.removeprefix(OOD)} {'not judged' if value is None else f'{value:.2f}'}"
 
 
+def environment_version(cfg: Config) -> str | None:
+    """What success depends on beside the policy: figures of different versions are no comparison."""
+    name = cfg.environment.name
+    return None if name is None else get_environment(name, cfg.environment.options).version
+
+
 def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     model = ModelFolder(folder)
     for name in model.file_of:
@@ -188,6 +194,7 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
     policies, spent = measured.results(), measured.cost.to_json()
     summary = {
         "environment": cfg.environment.name,
+        "environment_version": environment_version(cfg),
         "split": cfg.evaluate.split,
         "policies": policies,
         "differences": differences(policies),

@@ -97,6 +97,8 @@ class FakePivotrl:
         ood = {"accuracy": 0.2, "per_task": {"a": 1.0, "b": 0.0}, "sets": sets}
         return {
             "split": cfg.evaluate.split,
+            "environment": "outfitters",
+            "environment_version": "1.1",
             "policies": {policy: {"greedy": row, "sampled": row, "ood": ood, "drift": drift}},
         }
 
@@ -211,6 +213,16 @@ def test_arms_of_a_seed_with_different_start_policies_are_not_compared(study: St
     path = study.records / "study_outfitters-sft-seed1.json"
     write_json(path, {**read_json(path), "start_policy": "another"})
     with pytest.raises(UserError, match=r"sft-seed1\.json starts from another policy than .*base-seed1\.json"):
+        read_records(study.records)
+
+
+def test_arms_judged_by_different_environments_are_not_compared(study: Study):
+    run_study(study, chosen(["base", "sft"]), [0])
+    path = study.records / "study_outfitters-sft-seed0.json"
+    write_json(path, {**read_json(path), "environment": "outfitters 1"})
+    with pytest.raises(
+        UserError, match=r"sft-seed0\.json was judged by outfitters 1, .*base-seed0\.json by outfitters 1\.1"
+    ):
         read_records(study.records)
 
 

@@ -14,7 +14,7 @@ class Outfitters:
     """See environments.base.Environment."""
 
     name = tasks.NAME
-    version = tasks.VERSION
+    version = f"{tasks.VERSION}.1"  # tasks and words are drawn by the first number
 
     def tasks(self, split: str, count: int, seed: int = 0) -> list[Task]:
         return tasks.MAKER.tasks(split, count, seed)

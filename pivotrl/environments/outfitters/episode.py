@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from random import Random
 
 from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.outfitters import rules, shop
 from pivotrl.environments.outfitters.tasks import NAME, VERSION
-from pivotrl.environments.outfitters.user import Customer, says_answer, says_outcome
+from pivotrl.environments.outfitters.truth import untruth
+from pivotrl.environments.outfitters.user import ORDER_ID, SKU, Customer, says_answer, says_outcome
 from pivotrl.environments.procedural import TurnEpisode
 from pivotrl.trajectories.schema import JsonDict, ToolCall
 
@@ -29,13 +31,22 @@ class OutfittersEpisode(TurnEpisode):
         self.premature = False  # a change before the customer's yes
         self.seen: set[str] = set()  # ids and products looked up
         self.told = ""  # the agent's last text
+        self.untrue: str | None = None  # the first thing that was told and is not so
+        self._misled: set[str] = set()  # other orders that the customer has agreed to unknowingly
         self._last_write: tuple[ToolCall, JsonDict] | None = None
 
     def answer(self, text: str) -> str | None:
         if not text.strip():
             return self.customer.silence()
         self.told = text
-        return self.customer.reply(text, self._last_write)
+        request, agreed = self.task.spec["request"], self.customer.agreed
+        found = untruth(text, self.messages, self.db["orders"], request.get("order"), self.writes)
+        self.untrue = self.untrue or found
+        reply = self.customer.reply(text, self._last_write)
+        named = set(ORDER_ID.findall(text))
+        if self.customer.agreed and not agreed and named and request["order"] not in named:
+            self._misled |= named
+        return reply
 
     def run(self, call: ToolCall) -> str:
         return shop.compact(self._run(call))
@@ -53,7 +64,10 @@ class OutfittersEpisode(TurnEpisode):
         return result
 
     def state_hash(self) -> str:
-        return shop.state_hash(self.db)
+        """Of the database, and of what the customer believes wrongly."""
+        state = shop.state_hash(self.db)
+        believed = [*([self.untrue] if self.untrue else []), *sorted(self._misled)]
+        return hashlib.sha256(" ".join([state, *believed]).encode()).hexdigest() if believed else state
 
     def outcome(self) -> Outcome:
         reason = self._reason()
@@ -69,21 +83,27 @@ class OutfittersEpisode(TurnEpisode):
             return "too_many_turns"
         if self.premature:
             return "premature_write"
+        return self._wrong_telling() or ("untrue" if self.untrue else "ok")
+
+    def _wrong_telling(self) -> str | None:
+        """What is wrong with the last text; None where it tells the outcome, or the answer, as looked up."""
         if self.right is not None:
             assert self._last_write is not None  # the state differs from the first one
-            return "ok" if says_outcome(self.told, *self._last_write) else "user_not_told"
+            return None if says_outcome(self.told, *self._last_write) else "user_not_told"
         request = self.task.spec["request"]
-        if not says_answer(self.told, request["topic"], str(self.right_answer)):
+        stock = request["topic"] == "stock"
+        of_others = stock and any(sku != request["sku"] for sku in SKU.findall(self.told))
+        if of_others or not says_answer(self.told, request["topic"], str(self.right_answer)):
             return "wrong_answer"
-        source = shop.product_of(request["sku"]) if request["topic"] == "stock" else request["order"]
-        return "ok" if source in self.seen else "answer_not_looked_up"
+        source = shop.product_of(request["sku"]) if stock else request["order"]
+        return None if source in self.seen else "answer_not_looked_up"
 
     def _wrong_state(self) -> str | None:
         """None where the final state is the right one, else what is wrong with it."""
         expected = copy.deepcopy(self.task.spec["db"])
         if self.right is not None:
             shop.execute(expected, self.right)
-        if shop.state_hash(expected) == self.state_hash():
+        if shop.state_hash(expected) == shop.state_hash(self.db):
             return None
         if not self.writes:
             if self.customer.claimed:

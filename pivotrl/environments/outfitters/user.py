@@ -14,11 +14,11 @@ from typing import Any
 from pivotrl.environments.outfitters.shop import STATUSES, product_of
 from pivotrl.trajectories.schema import JsonDict, ToolCall
 
-_ORDER_ID = re.compile(r"\bW\d{4}\b")
-_SKU = re.compile(r"\b[a-z]+-[a-z]+-\w+\b")
+ORDER_ID = re.compile(r"\bW\d{4}\b")
+SKU = re.compile(r"\b[a-z]+-[a-z]+-\w+\b")
 # A number on its own: not part of an id, of a sku or of a size.
 _NUMBER = re.compile(r"(?<![\w.])(\d+)(?:\.00)?(?!\w|\.\d)")
-_NO_NUMBERS = re.compile(rf"{_ORDER_ID.pattern}|{_SKU.pattern}|\bsize \w+", re.IGNORECASE)
+_NO_NUMBERS = re.compile(rf"{ORDER_ID.pattern}|{SKU.pattern}|\bsize \w+", re.IGNORECASE)
 _NONE_LEFT = re.compile(r"\b(none|sold out|out of stock|no more)\b")
 _ASKS_ORDER = re.compile(r"\border (number|id|no)\b|\bwhich order\b|\bnumber of (the|your) order\b")
 _ASKS_NAME = re.compile(r"\b(your|full|customer) name\b|\bwho (am i|are you)\b")
@@ -51,13 +51,18 @@ def says_variant(text: str, sku: str) -> bool:
     if re.search(rf"(?<![\w-]){re.escape(sku)}(?![\w-])", text):
         return True
     _, colour, size = sku.split("-")
-    bare = _SKU.sub(" ", text)
+    bare = SKU.sub(" ", text)
     return bool(re.search(rf"\b{colour}\b", bare) and re.search(rf"\bsize {size}\b", bare))
 
 
-def _numbers(text: str) -> list[str]:
+def numbers_of(text: str) -> list[str]:
     """Numbers on their own (not inside an order id, a sku or a size)."""
-    found = _NUMBER.findall(_NO_NUMBERS.sub(" ", text))
+    return _NUMBER.findall(_NO_NUMBERS.sub(" ", text))
+
+
+def _numbers(text: str) -> list[str]:
+    """`numbers_of`, and 0 where none is left in words."""
+    found = numbers_of(text)
     return found or (["0"] if _NONE_LEFT.search(text.lower()) else [])
 
 
@@ -134,7 +139,7 @@ class Customer:
         if "?" not in text and _CLAIM.search(lower):
             self.claimed = self.served = True
             return None
-        others = set(_ORDER_ID.findall(text)) - {self.request["order"]}
+        others = set(ORDER_ID.findall(text)) - {self.request["order"]}
         if others and self.spec["user"]["knows_order"]:
             return f"No, my order is {self.request['order']}."
         # "I cannot cancel W1234" proposes nothing; "Red is gone, sorry. Shall I send blue?" does.
