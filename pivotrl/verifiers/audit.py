@@ -133,9 +133,10 @@ def audit(
     """Score the demonstration and its mutations for every turn, and compare with what each of them means.
 
     `truth(turn, action)` (execution from the same state, say) overrides the mutation's own label with True (does the
-    same) or False; None keeps the label, or with `only_truth` leaves the action out. Changes whose meaning depends on
-    the tool are tried only where the truth tells it. `accept_at`: the reward, in (0, 1], from which an action
-    counts as accepted. Keeps up to `examples` wrong verdicts a kind. A VerifierRunner scores pairs in its workers.
+    same) or False; None keeps the label, or with `only_truth` leaves the action out. A label that is certain stays.
+    Changes whose meaning depends on the tool are tried only where the truth tells it. `accept_at`: the reward, in
+    (0, 1], from which an action counts as accepted. Keeps up to `examples` wrong verdicts a kind. A VerifierRunner
+    scores pairs in its workers.
     """
     if not 0 < accept_at <= 1:
         raise ValueError(f"accept_at is {accept_at}; it must be above 0 and at most 1")
@@ -159,9 +160,9 @@ def _labelled(turn: Turn, truth: Truth | None, only_truth: bool) -> Iterator[Mut
     """What is tried, with the effect that the truth gives it where there is one."""
     tried = [Mutation(DEMONSTRATION, DEMONSTRATION, turn.demonstration), *mutations(turn)]
     for mutation in [*tried, *probes(turn)] if truth else tried:
-        same = truth(turn, mutation.action) if truth else None
+        same = truth(turn, mutation.action) if truth and not mutation.certain else None
         if same is None:
-            if mutation.effect != PROBE and not only_truth:
+            if mutation.effect != PROBE and (mutation.certain or not only_truth):
                 yield mutation
         elif mutation.effect == DEMONSTRATION:
             yield mutation

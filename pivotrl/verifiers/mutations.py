@@ -7,6 +7,7 @@ depends on the tool: those changes are probes, whose meaning only execution can 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,6 +20,10 @@ from pivotrl.verifiers.edit_calls import edit_call
 from pivotrl.verifiers.shell import SHELL_TOOLS
 
 PRESERVING, BREAKING, EXPLOIT = "preserving", "breaking", "exploit"
+_DIGITS = re.compile(r"[0-9]+")
+_LIST_MARK = re.compile(r"^\s*([0-9]+)[.)]\s", re.MULTILINE)
+_MOST_VALUES = 5  # of a text, that are changed one at a time
+_INVENTED = "90417"
 PROBE = "probe"  # may or may not do the same: counted only where execution says which
 
 
@@ -30,6 +35,7 @@ class Mutation:
     effect: str
     action: Action
     where: str = ""  # "call 0, argument city"
+    certain: bool = False  # an execution that finds no difference has not looked: users of key words, say
 
 
 def mutations(turn: Turn) -> list[Mutation]:
@@ -137,9 +143,25 @@ def _breaking(turn: Turn) -> Iterator[Mutation]:
         yield Mutation("malformed", BREAKING, problem)
     else:
         yield Mutation("other_text", BREAKING, Action(text="Purple elephants rarely file their taxes on a Tuesday."))
+        for value, changed in _changed_values(action.text):
+            yield Mutation(
+                "told_value_changed", BREAKING, replace(action, text=changed), f"value {value}", certain=True
+            )
         tool = min(schemas, default="")
         if tool:
             yield Mutation("called_instead", BREAKING, Action(tool_calls=(ToolCall(tool, {}),)))
+
+
+def _changed_values(text: str) -> Iterator[tuple[str, str]]:
+    """The text with another last digit in one number or id that it tells, for each of the first of them."""
+    marks = {m.start(1) for m in _LIST_MARK.finditer(text)}
+    runs = [m for m in _DIGITS.finditer(text) if m.start() not in marks]
+    for value in list(dict.fromkeys(m[0] for m in runs))[:_MOST_VALUES]:
+        changed, other = text, value[:-1] + str((int(value[-1]) + 1) % 10)
+        for m in runs:
+            if m[0] == value:  # of the same length, so that places stay
+                changed = changed[: m.start()] + other + changed[m.end() :]
+        yield value, changed
 
 
 def _other_values(value: Any, schema: JsonDict) -> Iterator[tuple[str, Any]]:
@@ -251,6 +273,9 @@ def _exploits(turn: Turn) -> Iterator[Mutation]:
         yield exploit("call_as_text", Action(text=canonical_action(action)))
     else:
         yield exploit("common_prefix", Action(text=action.text[: len(action.text) // 2]))
+        told = f"{action.text} Your reference is {_INVENTED}."
+        if _INVENTED not in action.text:
+            yield replace(exploit("invented_value", replace(action, text=told)), certain=True)
     if spam:
         yield exploit("spam_of_calls", Action(tool_calls=spam))
 

@@ -126,6 +126,29 @@ def test_execution_overrides_the_label():
     assert not any(k.effect == BREAKING and k.kind == "value_changed" for k in report.kinds)
 
 
+def test_what_a_text_tells_is_changed_value_by_value():
+    told = turn(Action("1. Send W12 and W12, not 3.50?\n2. Pay 7 dollars."), tool("f"))
+    kinds = by_kind(mutations(told))
+    assert [m.action.text for m in kinds["told_value_changed"]] == [
+        "1. Send W13 and W13, not 3.50?\n2. Pay 7 dollars.",
+        "1. Send W12 and W12, not 4.50?\n2. Pay 7 dollars.",
+        "1. Send W12 and W12, not 3.51?\n2. Pay 7 dollars.",
+        "1. Send W12 and W12, not 3.50?\n2. Pay 8 dollars.",
+    ]
+    assert "told_value_changed" not in by_kind(mutations(turn(Action("No number."))))
+    many = turn(Action(" ".join(map(str, range(10, 30)))))
+    assert len(by_kind(mutations(many))["told_value_changed"]) == 5
+
+
+def test_execution_that_does_not_read_texts_is_shown():
+    """It finds no difference between two values told: that label stays, and the verdict is wrong."""
+    told = turn(Action("It is W12."), tool("f"))
+    report = audit([told], Fixed(1.0), truth=lambda turn, action: True, only_truth=True)
+    wrong = {k.kind for k in report.kinds if k.effect in (BREAKING, EXPLOIT)}
+    assert wrong == {"told_value_changed", "invented_value"}
+    assert report.false_positive_rate == 1.0
+
+
 def test_the_audit_tells_verifiers_apart():
     gym = audit([TURN, SPEECH], SingleStepToolUse({}))
     wrong = {k.kind for k in gym.kinds if k.effect == PRESERVING and k.rejected}
@@ -135,6 +158,7 @@ def test_the_audit_tells_verifiers_apart():
         "common_prefix",
         "copy_of_prompt",
         "demonstration_and_spam",
+        "invented_value",
         "spam_of_copies",
     }
     bash = turn(
