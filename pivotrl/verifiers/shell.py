@@ -47,6 +47,7 @@ SHELL_TOOLS = frozenset(
     }
 )
 OPTIONS = ("tool", "cwd", "execution", "execution_seconds", "text", "judge")
+_BLANK = " \t\n"  # to bash; not all that Python takes for white space
 _OPEN = ("command_differs", "text_turn")  # reasons that a judge may overrule
 COMMAND_FIELDS = ("command", "cmd", "keystrokes", "script", "commands", "input")
 
@@ -165,8 +166,8 @@ class ShellVerifier:
         wanted, given = _script(expected), _script(actual)
         if wanted is None or given is None or wanted[0] != given[0]:
             return Verdict(0.0, "command_differs", {"problems": [f"a command given as {type(actual).__name__}"]})
-        if not given[1].strip():
-            return Verdict(0.0, "empty_command") if wanted[1].strip() else Verdict(1.0, "match")
+        if not given[1].strip(_BLANK):
+            return Verdict(0.0, "empty_command") if wanted[1].strip(_BLANK) else Verdict(1.0, "match")
         cwd = working_directory(turn, self.cwd)
         if wanted[1] == given[1] if typed else equivalent(wanted[1], given[1], cwd=cwd):
             return Verdict(1.0, "match")

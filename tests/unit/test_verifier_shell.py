@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recorded_turns import call, recorded_turns, terminus, turn
 
@@ -355,6 +355,7 @@ SHELL_TEXT = st.lists(
 
 @settings(max_examples=300)
 @given(st.one_of(st.text(max_size=60), SHELL_TEXT), st.one_of(st.text(max_size=60), SHELL_TEXT))
+@example("", "\x85")  # white space to Python, a command to bash
 def test_total_reflexive_and_symmetric(a: str, b: str) -> None:
     assert equivalent(a, a)
     assert equivalent(a, b) == equivalent(b, a)
