@@ -16,14 +16,13 @@ from http.client import HTTPException
 from http.cookiejar import CookieJar
 from typing import Any
 
-from pivotrl.environments.base import NoExpert, Outcome, Task
+from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.procedural import TurnEpisode
 from pivotrl.environments.row_tasks import RowTasks
-from pivotrl.errors import UserError
 from pivotrl.trajectories.formats.responses import state_of
 from pivotrl.trajectories.gym_rows import items_of
 from pivotrl.trajectories.normalise import RowError
-from pivotrl.trajectories.schema import JsonDict, ToolCall, Trajectory
+from pivotrl.trajectories.schema import JsonDict, ToolCall
 from pivotrl.verifiers.options import read_settings
 
 _DEFAULTS: dict[str, Any] = {
@@ -39,20 +38,13 @@ class GymServer(RowTasks):
     """Tasks and episodes of one server. See base.Environment."""
 
     name = "nemo_gym"
-    waits = True
 
     def __init__(self, **options: Any) -> None:
         self.options = read_settings("environment.options of nemo_gym", options, _DEFAULTS)
-        url = str(self.options["url"])
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"environment.options.url is {url!r}; give the address of the resources server, http://...")
         super().__init__(self.name, self.options, _problem)
 
     def reset(self, task: Task, max_turns: int) -> GymEpisode:
         return GymEpisode(task, max_turns, self.options)
-
-    def expert(self, task: Task, run: int = 0) -> Trajectory:
-        raise NoExpert(f"{task.id}: NeMo-Gym's servers have no expert; give trajectories.path")
 
 
 class GymEpisode(TurnEpisode):

@@ -12,11 +12,11 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-from pivotrl.environments.base import NoExpert, Outcome, Task
+from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.procedural import TurnEpisode
 from pivotrl.environments.row_tasks import RowTasks
 from pivotrl.errors import UserError
-from pivotrl.trajectories.schema import JsonDict, ToolCall, Trajectory
+from pivotrl.trajectories.schema import JsonDict, ToolCall
 from pivotrl.verifiers.options import one_of, read_settings
 
 _DEFAULTS: dict[str, Any] = {
@@ -38,14 +38,10 @@ class OpenEnv(RowTasks):
     """Tasks and episodes of one server. See base.Environment."""
 
     name = "openenv"
-    waits = True
 
     def __init__(self, **options: Any) -> None:
         where = "environment.options of openenv"
         self.options = read_settings(where, options, _DEFAULTS)
-        url = str(self.options["url"])
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"environment.options.url is {url!r}; give the address of the OpenEnv server, http://...")
         one_of("openenv", "reward", self.options["reward"], ("last", "sum"))
         super().__init__(self.name, self.options, self._problem)
 
@@ -61,9 +57,6 @@ class OpenEnv(RowTasks):
 
     def reset(self, task: Task, max_turns: int) -> OpenEnvEpisode:
         return OpenEnvEpisode(task, max_turns, self.options)
-
-    def expert(self, task: Task, run: int = 0) -> Trajectory:
-        raise NoExpert(f"{task.id}: OpenEnv's servers have no expert; give trajectories.path")
 
 
 class OpenEnvEpisode(TurnEpisode):

@@ -1,4 +1,4 @@
-"""Tasks that are rows of JSONL files, one file a split: what environments behind a server are given."""
+"""Environments behind a server (`environment.options.url`): their tasks are rows of JSONL files, one file a split."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pivotrl.environments.base import Task
+from pivotrl.environments.base import NoExpert, Task
 from pivotrl.environments.procedural import SPLITS
 from pivotrl.errors import UserError
-from pivotrl.trajectories.schema import JsonDict
+from pivotrl.trajectories.schema import JsonDict, Trajectory
 
 
 class RowTasks:
     """Tasks `name`-split-row (from 0). `problem(row)` says what is wrong with a row, None for a good one.
 
-    Raises UserError where no file is given, one is missing or empty, and for a bad row, by file and line.
+    `options`: url, train and test at least. Raises UserError for a url that is no address, where no file is given, one
+    is missing or empty, and for a bad row, by file and line.
     """
 
-    def __init__(self, name: str, files: Mapping[str, Any], problem: Callable[[JsonDict], str | None]) -> None:
-        self.name = name
-        self._rows = {split: _read(files[split], split, problem) for split in SPLITS if files[split]}
+    waits = True  # for the server
+
+    def __init__(self, name: str, options: Mapping[str, Any], problem: Callable[[JsonDict], str | None]) -> None:
+        self.name, url = name, str(options["url"])
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"environment.options.url is {url!r}; give the address of the {name} server, http://...")
+        self._rows = {split: _read(options[split], split, problem) for split in SPLITS if options[split]}
         if not self._rows:
             raise UserError(f"environment.options: {name} needs train and test, JSONL files of tasks")
         self.version = hashlib.sha256(json.dumps(self._rows, sort_keys=True).encode()).hexdigest()[:12]
@@ -43,6 +48,9 @@ class RowTasks:
         if name != self.name or not row.isdecimal() or int(row) >= len(self._rows.get(split, ())):
             raise UserError(f'"{task_id}" is no task of environment {self.name} (they read {self.name}-test-0)')
         return Task(task_id, self.name, self._rows[split][int(row)])
+
+    def expert(self, task: Task, run: int = 0) -> Trajectory:
+        raise NoExpert(f"{task.id}: servers of {self.name} have no expert; give trajectories.path")
 
 
 def _read(path: Any, split: str, problem: Callable[[JsonDict], str | None]) -> list[JsonDict]:

@@ -159,12 +159,6 @@ def _note(policy: str, part: str, found: dict[str, Any]) -> str:
     return f"{policy} {part.removeprefix(OOD)} {'not judged' if value is None else f'{value:.2f}'}"
 
 
-def environment_version(cfg: Config) -> str | None:
-    """What success depends on beside the policy: figures of different versions are no comparison."""
-    name = cfg.environment.name
-    return None if name is None else get_environment(name, cfg.environment.options).version
-
-
 def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     model = ModelFolder(folder)
     for name in model.file_of:
@@ -180,7 +174,8 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
     folders = checkpoints(cfg, run_dir, bench.start_policy)
     measured = Measured(run_dir / "evaluate")
     with bench.engine() as engine:
-        parts = Evaluator(cfg, run_dir, bench, engine).parts()
+        evaluator = Evaluator(cfg, run_dir, bench, engine)
+        parts, played = evaluator.parts(), evaluator.environment
         done = sum(map(len, measured.policies.values()))
         with progress(len(folders) * len(parts), "evaluate", done, "measurement") as bar:
             for version, (policy, folder) in enumerate(folders.items(), 1):
@@ -194,7 +189,7 @@ def run_evaluate(cfg: Config, run_dir: Path) -> dict[str, Any]:
     policies, spent = measured.results(), measured.cost.to_json()
     summary = {
         "environment": cfg.environment.name,
-        "environment_version": environment_version(cfg),
+        "environment_version": None if played is None else played.version,  # figures of two versions do not compare
         "split": cfg.evaluate.split,
         "policies": policies,
         "differences": differences(policies),

@@ -20,11 +20,11 @@ from pivotrl.verifiers.edit_calls import edit_call
 from pivotrl.verifiers.shell import SHELL_TOOLS
 
 PRESERVING, BREAKING, EXPLOIT = "preserving", "breaking", "exploit"
+PROBE = "probe"  # may or may not do the same: counted only where execution says which
 _DIGITS = re.compile(r"[0-9]+")
 _LIST_MARK = re.compile(r"^\s*([0-9]+)[.)]\s", re.MULTILINE)
 _MOST_VALUES = 5  # of a text, that are changed one at a time
 _INVENTED = "90417"
-PROBE = "probe"  # may or may not do the same: counted only where execution says which
 
 
 @dataclass(frozen=True)
