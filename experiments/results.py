@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import aggregate as stats
@@ -31,33 +31,27 @@ def read_records(folder: Path) -> dict[str, dict[str, Arms]]:
     if not found:
         raise UserError(f"{folder} has no record; run `python -m experiments.study` first")
     for splits in found.values():
-        _check_environment([r for arms in splits.values() for records in arms.values() for r in records])
-        _check_start(r for arms in splits.values() for records in arms.values() for r in records)
+        _check_comparable([r for arms in splits.values() for records in arms.values() for r in records])
         for arms in splits.values():
             for records in arms.values():
                 records.sort(key=lambda r: r["seed"])
     return {name: {split: dict(arms) for split, arms in splits.items()} for name, splits in found.items()}
 
 
-def _check_environment(records: Sequence[Row]) -> None:
-    """Another version of an environment judges otherwise."""
-    for record in records[1:]:
-        if record["environment"] != records[0]["environment"]:
-            raise UserError(
-                f"{record['file']} was judged by {record['environment']}, {records[0]['file']} by "
-                f"{records[0]['environment']}: evaluate one of them again, or remove its record"
-            )
-
-
-def _check_start(records: Iterable[Row]) -> None:
-    """Arms of a seed may be run at different times; those of another pi_0 could not be compared with the rest."""
-    first: dict[int, Row] = {}
+def _check_comparable(records: Sequence[Row]) -> None:
+    """An experiment's records are of one version of its environment, those of a seed (run at any time) of one pi_0."""
+    of_seed: dict[int, Row] = {}
     for record in records:
-        known = first.setdefault(record["seed"], record)
-        if record["start_policy"] != known["start_policy"]:
+        first, same_seed = records[0], of_seed.setdefault(record["seed"], record)
+        if record["environment"] != first["environment"]:
             raise UserError(
-                f"{record['file']} starts from another policy than {known['file']} of the same seed: run one of them "
-                "again from the other's folder <seed>/shared, or remove its record"
+                f"{record['file']} was judged by {record['environment']}, {first['file']} by "
+                f"{first['environment']}: evaluate one of them again, or remove its record"
+            )
+        if record["start_policy"] != same_seed["start_policy"]:
+            raise UserError(
+                f"{record['file']} starts from another policy than {same_seed['file']} of the same seed: run one of "
+                "them again from the other's folder <seed>/shared, or remove its record"
             )
 
 
