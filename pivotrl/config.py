@@ -283,6 +283,7 @@ class Watch:
     every: int = 0  # steps between two looks, beside one before the first; 0: off
     tasks: int = 24
     split: str = "validation"  # as evaluate.split
+    export_best: bool = False  # `train` and `e2e` export the step of highest success instead of the last
 
 
 @dataclass
@@ -329,7 +330,7 @@ class Checkpoint:
     every_minutes: float | None = 30.0  # save when so long has passed since the last; None: never by time
     keep_last: int = 1  # the newest ones; gone when the stage has finished
     keep_every: int | None = None  # save and keep for good every multiple of so many steps
-    keep_best: int = 0  # of those saved, for good: the highest reward (train) or lowest loss (warmup, sft)
+    keep_best: int = 0  # of those saved, for good: highest success if watched, or reward; lowest loss (sft)
     asynchronous: bool | None = None  # write beside the next steps, from a copy in memory; None: where there are GPUs
     stop_after_minutes: float | None = None  # save and stop, counted from the job's start; None: no such limit
     stop_before_end_minutes: float | None = 5.0  # save and stop before SLURM ends the job

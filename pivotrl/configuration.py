@@ -297,10 +297,14 @@ def _under(key: str, roots: Iterable[str]) -> bool:
 
 
 def subset(cfg: Config | Mapping[str, Any], stage: str | None = None) -> dict[str, Any]:
-    """Flat `{key: value}` of what changes the result of `stage` (None: of any stage); benign keys are left out."""
+    """Flat `{key: value}` of what changes the result of `stage` (None: of any stage); benign keys are left out.
+
+    To watch changes nothing, unless what is exported is chosen by it.
+    """
     flat = flatten(cfg if isinstance(cfg, Mapping) else asdict(cfg))
+    benign = BENIGN_KEYS if flat.get("watch.export_best") else (*BENIGN_KEYS, "watch")
     roots = STAGES[stage].config if stage else tuple(k.split(".")[0] for k in flat)
-    return {k: v for k, v in flat.items() if _under(k, roots) and not _under(k, BENIGN_KEYS)}
+    return {k: v for k, v in flat.items() if _under(k, roots) and not _under(k, benign)}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

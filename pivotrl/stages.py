@@ -14,7 +14,7 @@ StageFunction = Callable[[Config, Path], Mapping[str, Any]]
 
 # Memory and overlap of a training step; a run that has died of one of them goes on with another value.
 _HOW_TO_STEP = ("recompute", "cpu_offload", "overlap_grad_reduce", "overlap_param_gather", "max_nonfinite_steps")
-# Keys that never change what a stage computes, so that a resumed run may change them.
+# Keys that never change what a stage computes, so that a resumed run may change them. (`watch`: see `subset`.)
 BENIGN_KEYS = (
     *(f"{section}.optimizer.{key}" for section in ("algorithm", "warmup", "sft") for key in _HOW_TO_STEP),
     "run_dir",
@@ -22,7 +22,6 @@ BENIGN_KEYS = (
     "tracking",
     "checkpoint",
     "cluster",
-    "watch",
     "generation.server",  # it draws the same samples, and is at another address in every job
     "generation.weight_transfer",
     "generation.max_sequences",
@@ -172,7 +171,7 @@ _STAGES = (
             "parallel=...",
         ),
         "pivotrl train algorithm.steps=100 algorithm.group_size=16 run_dir=runs/airline",
-        (*_ENGINE, "parallel", "algorithm", "profile"),
+        (*_ENGINE, "parallel", "algorithm", "profile", "watch"),
         ("turns", "warmup", "profile", "select"),
         ("model.path",),
         policy=True,
@@ -200,7 +199,7 @@ _STAGES = (
         "e2e/checkpoint, e2e/episodes.jsonl, e2e/metrics.jsonl, e2e/summary.json",
         ("end_to_end.steps", "end_to_end.tasks_per_step", "end_to_end.group_size", "algorithm=..."),
         "pivotrl e2e end_to_end.steps=100 domain=outfitters run_dir=runs/demo",
-        (*_ENGINE, "parallel", "environment", "algorithm", "end_to_end"),
+        (*_ENGINE, "parallel", "environment", "algorithm", "end_to_end", "watch"),
         ("turns", "warmup"),
         ("model.path",),
         policy=True,

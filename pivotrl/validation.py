@@ -191,6 +191,10 @@ def _method(cfg: Config) -> Iterator[str]:
         yield f"end_to_end.group_size={cfg.end_to_end.group_size}: a group advantage needs at least 2 episodes a task"
     if cfg.watch.every and cfg.environment.name is None:
         yield "watch.every needs an environment whose tasks are played (environment=outfitters)"
+    if cfg.watch.export_best and not cfg.watch.every:
+        yield "watch.export_best=true needs watch.every: the steps among which the best is chosen"
+    if cfg.watch.export_best and cfg.watch.split == "test":
+        yield "watch.export_best=true with watch.split=test chooses on the tasks of the report; use validation"
     if group < 2:
         yield f"algorithm.group_size={group}: a group advantage needs at least 2 actions a pivot"
     if cfg.sampling.temperature == 0 and (k > 1 or group > 1):

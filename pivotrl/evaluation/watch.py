@@ -13,6 +13,7 @@ from pivotrl.evaluation.in_domain import EngineActor, episode_summary
 from pivotrl.evaluation.tasks import evaluation_tasks
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl
+from pivotrl.peers import from_first
 from pivotrl.setup import Workbench
 
 CURVE = "curve.jsonl"
@@ -32,10 +33,13 @@ class Watcher:
             self.environment = get_environment(cfg.environment.name, cfg.environment.options)
             self.tasks = evaluation_tasks(cfg, run_dir, self.environment, cfg.watch.split, cfg.watch.tasks)
 
-    def look(self, engine: Engine, step: int, rollouts: int, last: bool = False) -> None:
-        """After `step` steps, for which `rollouts` turns were generated in all: every n steps, and at last."""
+    def look(self, engine: Engine, step: int, rollouts: int, last: bool = False) -> float | None:
+        """After `step` steps, for which `rollouts` turns were generated in all: every n steps, and at last.
+
+        Returns the success, the same in every process; None where it did not look, or every episode broke.
+        """
         if not self.every or (step % self.every and not last):
-            return
+            return None
         started = time.monotonic()
         cfg = self.cfg
         greedy = replace(self.bench.sampling, temperature=0.0)
@@ -44,3 +48,5 @@ class Watcher:
         kept = {name: found[name] for name in ("success", "ci", "n", "errors", "by_family")}
         row = {"step": step, "rollouts": rollouts, "split": cfg.watch.split, **kept}
         append_jsonl(self.path, [{**row, "seconds_watch": time.monotonic() - started}])
+        success: float | None = from_first(lambda: found["success"])
+        return success

@@ -170,12 +170,13 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
                 metrics["gate_mismatch"] = grpo.open_gate(policy, batch.rollouts, cfg, "before the first step").mean
             metrics |= batch.metrics | grpo.learn(policy, engine, handover, batch, cfg, step, nonfinite)
             tracker.log(step, metrics | handover.ledger.metrics() | {"seconds": time.monotonic() - clock})
-            watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
+            success = watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == e.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
             saver.extra = {"spent": spent.to_json()}
-            saver.step_done(step + 1, score=metrics["reward"])
+            saver.step_done(step + 1, score=success if cfg.watch.every else metrics["reward"])
+        exported = saver.choose()
         export(policy, bench, directory / "checkpoint")
-    facts = {"steps": e.steps, "tasks": len(tasks), "engine": {"e2e": spent.to_json()}}
+    facts = {"steps": e.steps, "tasks": len(tasks), "engine": {"e2e": spent.to_json()}, "exported_step": exported}
     summary = grpo.finish(directory, facts, spent, saver.seconds_before + time.monotonic() - started)
     saver.finished()
     return summary

@@ -142,12 +142,13 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
             metrics |= handover.ledger.metrics() | {"seconds": time.monotonic() - clock}
             metrics["tokens_per_second"] = (used.prompt + used.generated) / metrics["seconds"]
             tracker.log(step, metrics, rollout_tables(groups, step, cfg.tracking))
-            watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
+            success = watcher.look(engine, step + 1, spent.rollouts, last=step + 1 == a.steps)
             bar.advance(1, note=f"reward {metrics['reward']:.3f} mixed {metrics['mixed_groups']:.2f}")
             saver.extra = {"spent": spent.to_json(), "pivots": source.state()}
-            saver.step_done(step + 1, score=metrics["reward"])
+            saver.step_done(step + 1, score=success if cfg.watch.every else metrics["reward"])
+        exported = saver.choose()
         export(policy, bench, directory / "checkpoint")
-    facts = {"steps": a.steps, "pivots": source.pivots, "engine": source.costs()}
+    facts = {"steps": a.steps, "pivots": source.pivots, "engine": source.costs(), "exported_step": exported}
     summary = finish(directory, facts, spent, saver.seconds_before + time.monotonic() - started)
     saver.finished()
     return summary

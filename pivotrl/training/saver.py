@@ -54,6 +54,7 @@ class Saver:
                     ...  # leaves the policy as it is: a stop here loses nothing but this
                 ...
                 saver.step_done(step + 1, score=...)
+            saver.choose()  # then export
         saver.finished()
 
     `extra` are the loop's own counters (JSON values). `identity` names what must be the same when resuming: the rows,
@@ -210,7 +211,8 @@ class Saver:
     def step_done(self, done: int, score: float | None = None) -> None:
         """After each step (`done` of them are behind): save when it is due, stop when told to.
 
-        `score`: higher is better, for checkpoint.keep_best. Raises stopping.Stopped.
+        `score`: higher is better, for checkpoint.keep_best and watch.export_best; None: unknown. Raises
+        stopping.Stopped.
         """
         now = time.monotonic()
         self._durations = [*self._durations[1 - _RECENT :], now - self._stepped_at]
@@ -220,7 +222,7 @@ class Saver:
         stop, due, busy = agree.highest(
             [
                 int(stopping.requested() is not None or (short and done < self.total)),
-                int(self._first and self._due(done, now)),
+                int(self._first and self._due(done, now, score)),
                 int(self.writer.busy),
             ]
         )
@@ -233,13 +235,44 @@ class Saver:
             self.writer.save(self._boundary, self._in_background())
             self._stepped_at = time.monotonic()
 
-    def _due(self, done: int, now: float) -> bool:
+    def _due(self, done: int, now: float, score: float | None) -> bool:
         s = self.settings
+        best_so_far = score is not None and score >= max(self.writer.scores.values(), default=score)
+        if self._exports_best and best_so_far and done < self.total:
+            return True
         if s.keep_every is not None and done % s.keep_every == 0:
             return True
         if s.every_steps is not None and done % s.every_steps == 0:
             return done < self.total or s.keep_best > 0  # the result of the last step is exported
         return done < self.total and s.every_minutes is not None and now - self._saved_at >= 60 * s.every_minutes
+
+    @property
+    def _exports_best(self) -> bool:
+        return self.cfg.watch.export_best and self.stage in ("train", "e2e")
+
+    def choose(self) -> int:
+        """After the last step: put the weights where they are to be exported from, and return their step.
+
+        The last step's, or with watch.export_best those of the highest score. All ranks call it.
+        """
+        assert self._boundary is not None
+        last = self._boundary.step
+        if not self._exports_best:
+            return last
+        if self.writer.pending:
+            self.writer.commit()
+        scores = {step: self.writer.scores[step] for step in self.writer.saved if step in self.writer.scores}
+        if self._boundary.score is not None:
+            scores[last] = self._boundary.score
+        best = max(scores, key=lambda step: (scores[step], step), default=last)
+        if best != last:
+            saved = self.folder.read(best)
+            self.policy.settle()
+            with self.policy.memory.resident():
+                state.load(self.policy, self.folder.path(best), saved["policy_step"], saved["adam_steps"])
+        if self._first:
+            self.writer.say(f"exports step {best} of {last}: watched success {scores.get(best, math.nan):.1%}")
+        return best
 
     def _in_background(self) -> bool:
         wanted = self.settings.asynchronous

@@ -214,7 +214,8 @@ class StateWriter:
     def prune(self, finished: bool) -> None:
         """Delete what the configuration does not keep; once the stage has `finished`, all but what is kept for good."""
         c = self.cfg.checkpoint
-        keep = kept(sorted(self.saved), self.scores, c.keep_last, c.keep_every, c.keep_best, finished)
+        best = max(c.keep_best, int(self.cfg.watch.export_best and not finished))
+        keep = kept(sorted(self.saved), self.scores, c.keep_last, c.keep_every, best, finished)
         for step in sorted(self.saved - keep) if self.first else ():
             try:
                 self.folder.remove(self.folder.path(step))

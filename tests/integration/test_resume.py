@@ -184,6 +184,27 @@ def test_end_to_end_resumes(server: Server) -> None:
     assert summaries[0]["rollouts"] == summaries[1]["rollouts"] > 0
 
 
+def test_exports_the_best_watched_step(server: Server) -> None:
+    run_dir, short = server.folder / "best", server.folder / "best-short"
+    held_out = "trajectories.validation_fraction=0.5"
+    assert all(server.run(folder, held_out, stage="turns") == 0 for folder in (run_dir, short)), server.said()
+    watched = (*EPISODES, held_out, "watch.every=1", "watch.tasks=4", "watch.split=validation")
+    watched = (*watched, "checkpoint.keep_every=null")
+    chosen = (*watched, "watch.export_best=true")
+    at = {"event": "train", "number": 5, "do": "KILL"}
+    assert server.run(run_dir, *chosen, stage="e2e", at=at) == -9, server.said()
+    assert server.run(run_dir, *chosen, stage="e2e") == 0, server.said()
+    curve = {row["step"]: row["success"] for row in read_jsonl(run_dir / "e2e" / "curve.jsonl")}
+    best = max(range(1, STEPS + 1), key=lambda step: (curve[step], step))
+    assert best < STEPS, f"{curve}: the last step would be exported anyway"
+    assert f"exports step {best} of {STEPS}" in server.said()
+    assert json.loads((run_dir / "e2e" / "summary.json").read_text())["exported_step"] == best
+    assert not (run_dir / "e2e" / "state").exists()  # it was kept to be exported alone
+    assert server.run(short, *watched, f"end_to_end.steps={best}", stage="e2e") == 0, server.said()
+    weights = [folder / "e2e" / "checkpoint" / "model.safetensors" for folder in (run_dir, short)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 def test_profile_and_evaluation_stop_and_go_on(server: Server, straight: Path) -> None:
     run_dir = server.new("others")
     shutil.rmtree(run_dir / "profile")
