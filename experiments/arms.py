@@ -36,6 +36,13 @@ _ARMS = (
     _pivot("cand", "random turns, functional", "select.set=cand", profiled=False, color="#3b6fd4"),
     _pivot("mixed", "mixed turns, functional", "select.set=mixed", color="#5fb3a8"),
     _pivot("adv", "PivotRL (adv, functional)", "select.set=adv", color="#0f8a7e"),
+    _pivot(
+        "adv_best",
+        "PivotRL, best watched step",
+        "select.set=adv",
+        "watch.export_best=true",
+        color="#12b5a5",
+    ),
     _pivot("adv_strict", "adv, strict", "select.set=adv", "algorithm.reward=strict", color="#b04a6a"),
     _pivot(
         "adv_reprofiled",
@@ -64,6 +71,7 @@ _SWEEPS = (
     _pivot("adv_lambda_09", "lambda 0.9", "select.set=adv", "select.lambda_diff=0.9"),
     _pivot("adv_beta_001", "beta 0.01", "select.set=adv", "algorithm.kl_beta=0.01"),
     _pivot("adv_beta_01", "beta 0.1", "select.set=adv", "algorithm.kl_beta=0.1"),
+    _pivot("adv_decay", "rate to zero", "select.set=adv", "algorithm.optimizer.schedule=linear"),
     _pivot("adv_group_4", "G 4", "select.set=adv", "algorithm.group_size=4", "algorithm.pivots_per_step=16"),
     _pivot("adv_group_16", "G 16", "select.set=adv", "algorithm.group_size=16", "algorithm.pivots_per_step=4"),
     Arm(
