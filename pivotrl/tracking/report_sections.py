@@ -25,7 +25,10 @@ _MESSAGE_CHARS = 900
 # Curves of the loop: title and the metrics it shows (those that a run has), with short names for the legend.
 _CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward of the rollouts", (("reward", "mean reward"),)),
-    ("Groups of mixed outcome (share)", (("mixed_groups", "mixed"),)),
+    (
+        "Groups by outcome (share)",
+        (("mixed_groups", "mixed"), ("right_groups", "all right"), ("wrong_groups", "all wrong")),
+    ),
     ("Standard deviation inside a group", (("group_std", "std"),)),
     ("Loss", (("loss", "loss"),)),
     ("KL to the start; trainer against engine", (("kl", "KL"), ("mismatch_abs", "mean |log-prob difference|"))),

@@ -73,6 +73,8 @@ def _group_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         "reward": sum(flat) / len(flat) if flat else float("nan"),
         "group_std": sum(stds) / len(stds) if stds else float("nan"),
         "mixed_groups": sum(map(vary, scored)) / len(groups),
+        "wrong_groups": sum(not any(group) for group in scored) / len(groups),
+        "right_groups": sum(min(group) >= 1 for group in scored) / len(groups),
         "unscorable": sum(r.verdict.reward is None for r in rollouts) / count,
         "truncated": sum(_overlong(r) for r in rollouts) / count,
         "malformed": sum(bool(r.action.problems) for r in rollouts) / count,

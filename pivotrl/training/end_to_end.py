@@ -92,6 +92,8 @@ def group_metrics(groups: Sequence[Sequence[EpisodeResult]]) -> dict[str, float]
         "reward": sum(flat) / len(flat) if flat else math.nan,
         "group_std": sum(math.sqrt(m * (1 - m)) for m in means) / len(means) if means else math.nan,
         "mixed_groups": sum(0 < m < 1 for m in means) / len(groups),
+        "wrong_groups": means.count(0.0) / len(groups),
+        "right_groups": means.count(1.0) / len(groups),
         "unscorable": (len(results) - len(flat)) / len(results),
         "malformed": sum(bool(a.problems) for r in results for a in r.actions) / max(sum(r.turns for r in results), 1),
         "episode_turns": sum(r.turns for r in results) / len(results),

@@ -38,6 +38,7 @@ def test_all_turns_of_an_episode_share_its_advantage():
     assert all(t.sequence.token_ids[-2:] == (7, 8) and len(t.sequence.targets) == 2 for t in turns)
     metrics = end_to_end.group_metrics(groups)
     assert (metrics["reward"], metrics["group_std"], metrics["mixed_groups"]) == (0.75, 0.25, 0.5)
+    assert (metrics["right_groups"], metrics["wrong_groups"]) == (0.5, 0.0)
     assert metrics["episode_turns"] == 2.0
 
 

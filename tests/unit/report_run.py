@@ -160,6 +160,8 @@ def _write_training(run_dir: Path, draw: random.Random) -> None:
                 "step": step,
                 "reward": 0.3 + 0.02 * step + draw.gauss(0, 0.03),
                 "mixed_groups": 0.8 - 0.015 * step,
+                "right_groups": 0.1 + 0.01 * step,
+                "wrong_groups": 0.1 + 0.005 * step,
                 "group_std": 0.42 - 0.006 * step,
                 "loss": draw.gauss(0, 0.02) if step != 9 else "nan",
                 "kl": 0.0004 * step,

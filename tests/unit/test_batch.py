@@ -107,6 +107,13 @@ def test_a_state_drawn_twice_makes_two_groups() -> None:
     assert make_samples(batch.rollouts, range(4), Algorithm(), 8) == []  # no group is mixed
 
 
+def test_groups_are_counted_by_outcome() -> None:
+    rewards = ([1, 1], [0, 0], [0, 1], [0.5, 0.5], [None, None], [0, None], [0.5, 1], [1])
+    metrics = batch_of(rewards).metrics
+    shares = [metrics[f"{kind}_groups"] * len(rewards) for kind in ("right", "wrong", "mixed")]
+    assert shares == [2, 2, 2]  # of equal half marks, and unscored, it is none of these
+
+
 def test_groups_of_uneven_size_need_no_stride() -> None:
     batch = batch_of([[1, 0], [1, 0, 0, 0, 0], [None, 1, 0]])
     order = [5, 0, 2, 6, 1, 3, 4, 8, 7]
