@@ -160,7 +160,7 @@ _STAGES = (
         "run_train",
         "PivotRL: GRPO on the pivots, one generated turn a rollout.",
         "select/pivots.jsonl, turns/turns.jsonl, the warm-up checkpoint or model.path",
-        "train/checkpoint, train/rollouts.jsonl, train/metrics.jsonl, train/reprofile/ (where on), train/summary.json",
+        "train/checkpoint, train/{rollouts,groups,metrics}.jsonl, train/reprofile/ (where on), train/summary.json",
         (
             "algorithm=...",
             "algorithm.steps",

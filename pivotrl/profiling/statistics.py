@@ -33,6 +33,11 @@ def state_action(turn: Turn) -> str:
     return digest([turn.messages, turn.tools, turn.demonstration.to_json()])
 
 
+def demonstrated(turn: Turn) -> list[str]:
+    """The tools that the demonstration calls; "(text)" alone where it calls none."""
+    return [call.name for call in turn.demonstration.tool_calls] or ["(text)"]
+
+
 def turn_facts(turn: Turn, rewards: Sequence[float | None]) -> dict[str, Any]:
     """What a row tells of a turn and of its rewards. Unscorable ones (None) leave mean and variance and are counted."""
     scored = [r for r in rewards if r is not None]
@@ -46,7 +51,7 @@ def turn_facts(turn: Turn, rewards: Sequence[float | None]) -> dict[str, Any]:
         "depth": turn.depth,
         "tags": list(turn.flags),
         "state_action": state_action(turn),
-        "demonstration": [c.name for c in turn.demonstration.tool_calls] or ["(text)"],
+        "demonstration": demonstrated(turn),
         "n": len(rewards),
         "rewards": list(rewards),
         "mean": mean,

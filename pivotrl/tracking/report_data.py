@@ -38,6 +38,8 @@ class RunData:
     profile: list[JsonDict] = field(default_factory=list)
     pivots: set[str] | None = None  # turn ids; None: not selected
     metrics: dict[str, list[JsonDict]] = field(default_factory=dict)
+    watched: dict[str, list[JsonDict]] = field(default_factory=dict)  # rows of <stage>/curve.jsonl
+    groups: list[JsonDict] = field(default_factory=list)  # rows of train/groups.jsonl
     examples: list[Example] = field(default_factory=list)
     audit_examples: list[JsonDict] = field(default_factory=list)  # rows of audit/examples.jsonl
     reasons: dict[str, Counter[str]] = field(default_factory=dict)  # verdict reasons of the turns of `ranked`
@@ -57,6 +59,10 @@ def load(run_dir: Path) -> RunData:
     for stage in ("warmup", "train", "sft", "e2e"):
         if rows := last_of_each_step(whole_rows(run_dir / stage / "metrics.jsonl")):
             data.metrics[stage] = rows
+    for stage in ("train", "e2e"):
+        if rows := last_of_each_step(whole_rows(run_dir / stage / "curve.jsonl")):
+            data.watched[stage] = rows
+    data.groups = list(whole_rows(run_dir / "train" / "groups.jsonl"))
     _read_turns_to_show(data)
     data.audit_examples = list(whole_rows(run_dir / "audit" / "examples.jsonl"))
     return data

@@ -58,7 +58,7 @@ def _depth_chart(rows: Sequence[JsonDict]) -> str:
 def _groups(data: RunData) -> list[JsonDict]:
     """Tables by tool, domain and trajectory; those with one line alone are left out."""
     keys: list[tuple[str, str, Callable[[JsonDict], str]]] = [
-        ("By tool of the demonstrated action", "tool", _tool),
+        ("By tool of the demonstrated action", "tool", tool_of),
         ("By domain", "domain", lambda r: " / ".join(str(r[k]) for k in ("domain", "family") if r.get(k)) or "(none)"),
         ("By trajectory", "trajectory", _trajectory),
     ]
@@ -76,7 +76,8 @@ def _groups(data: RunData) -> list[JsonDict]:
     return tables
 
 
-def _tool(row: JsonDict) -> str:
+def tool_of(row: JsonDict) -> str:
+    """The demonstrated action of a profiled turn, or of a group of rollouts."""
     named = row.get("demonstration") or ["(not told)"]
     return str(named[0]) if len(named) == 1 else f"{named[0]} and {len(named) - 1} more"
 
@@ -135,7 +136,7 @@ def _line(data: RunData, row: JsonDict) -> JsonDict:
     return {
         "id": row["turn_id"],
         "depth": row.get("depth"),
-        "tool": _tool(row),
+        "tool": tool_of(row),
         "mean": "–" if row.get("mean") is None else f"{row['mean']:.2f}",
         "std": "–" if row.get("variance") is None else f"{_std(row):.2f}",
         "unscorable": row.get("unscorable", 0),

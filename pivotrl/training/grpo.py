@@ -23,6 +23,7 @@ from pivotrl.profiling.fingerprint import require_same
 from pivotrl.profiling.ledger import Cost, added
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import present_fingerprint, read_turns
+from pivotrl.profiling.statistics import demonstrated, mean_variance
 from pivotrl.rollouts import Rollout, TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
@@ -41,6 +42,7 @@ from pivotrl.training.update import needs_reference, optimizer_steps, update
 from pivotrl.verifiers.runner import take_counts
 
 VERIFIER = "verifier/"  # prefix of what the verifier's runner counted in a step
+GROUPS = "groups.jsonl"
 GATE_ROLLOUTS = 16  # of the first batch; enough to see a wrong temperature, position or weight
 
 
@@ -75,7 +77,7 @@ def open_gate(policy: MegatronPolicy, rollouts: Sequence[Scored], cfg: Config, w
 
 
 def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Train on `select/pivots.jsonl`; writes train/{metrics,rollouts}.jsonl, train/checkpoint and train/summary.json.
+    """Train on `select/pivots.jsonl`; writes train/{metrics,rollouts,groups,curve}.jsonl, checkpoint, summary.json.
 
     Raises UserError without pivots, on a foreign profile, and when trainer and engine disagree (MismatchError).
     """
@@ -95,7 +97,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
         keep_reference=needs_reference(a),
     )
     identity = {"pivots": rows_digest((s.turn.id, s.prompt_ids) for s in states), "reference policy": weights}
-    logs = ("rollouts.jsonl", CURVE)
+    logs = ("rollouts.jsonl", GROUPS, CURVE)
     saver = Saver(cfg, "train", directory, policy, a.steps, identity, logs)
     start = saver.resume()
     spent = TokenCounts(**saver.extra.get("spent", {}))
@@ -120,7 +122,7 @@ def run_train(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
         def sample(step: int) -> tuple[list[State], Groups]:
             drawn, groups = source.sample(step)
-            _record(directory, step, groups)
+            _record(directory, step, drawn, groups)
             return drawn, groups
 
         for step in range(start, a.steps):
@@ -187,10 +189,20 @@ def learn(
     return stats
 
 
-def _record(directory: Path, step: int, groups: Sequence[Sequence[Rollout]]) -> TokenCounts:
-    rollouts = [r for group in groups for r in group]
-    append_jsonl(directory / "rollouts.jsonl", [{"step": step, **r.to_json()} for r in rollouts])
-    return TokenCounts.of(rollouts)
+def _record(directory: Path, step: int, states: Sequence[State], groups: Sequence[Sequence[Rollout]]) -> None:
+    rows = [{"step": step, **r.to_json()} for group in groups for r in group]
+    append_jsonl(directory / "rollouts.jsonl", rows)
+    pairs = zip(states, groups, strict=True)
+    append_jsonl(directory / GROUPS, [{"step": step, **_outcomes(state, group)} for state, group in pairs])
+
+
+def _outcomes(state: State, group: Sequence[Rollout]) -> dict[str, Any]:
+    """Facts of a group, named as those of a profiled turn."""
+    rewards = [r.verdict.reward for r in group]
+    scored = [reward for reward in rewards if reward is not None]
+    mean, variance = mean_variance(scored) if scored else (None, None)
+    facts = {"turn_id": state.turn.id, "demonstration": demonstrated(state.turn)}
+    return {**facts, "rewards": rewards, "mean": mean, "variance": variance}
 
 
 def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts | Cost, seconds: float) -> dict[str, Any]:

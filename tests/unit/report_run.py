@@ -173,13 +173,37 @@ def _write_training(run_dir: Path, draw: random.Random) -> None:
             }
         )
     write_jsonl(run_dir / "train" / "metrics.jsonl", metrics)
+    looks = [{"step": s, "success": 0.2 + 0.02 * s, "n": 28, "split": "validation"} for s in (0, 5, 10, 15)]
+    write_jsonl(run_dir / "train" / "curve.jsonl", [*looks, {**looks[0], "step": 20, "success": None}])
+    write_jsonl(run_dir / "train" / "groups.jsonl", [row for step in range(20) for row in _groups(step)])
     write_json(
         run_dir / "train" / "summary.json",
-        {"steps": 20, "rollouts": 1280, "tokens": {"prompt": 1_152_000, "generated": 51_200, "trained": 51_200}},
+        {
+            "steps": 20,
+            "exported_step": 15,
+            "rollouts": 1280,
+            "tokens": {"prompt": 1_152_000, "generated": 51_200, "trained": 51_200},
+        },
     )
     for stage in ("warmup", "sft"):
         write_jsonl(run_dir / stage / "metrics.jsonl", [{"step": s, "loss": 1.8 * 0.9**s + 0.3} for s in range(20)])
         write_json(run_dir / stage / "summary.json", {"steps": 20})
+
+
+def _groups(step: int) -> list[Row]:
+    """Calls are learned, hand-overs lost; one group of the judge's could not be scored."""
+    late = step >= 7
+    means = {"find_customer": 1.0 if late else 0.5, "transfer_to_human": 0.0 if late else 0.5, "(text)": None}
+    return [
+        {
+            "step": step,
+            "turn_id": f"{name}#0",
+            "demonstration": [name],
+            "mean": mean,
+            "variance": None if mean is None else mean * (1 - mean),
+        }
+        for name, mean in means.items()
+    ]
 
 
 def _write_evaluation(run_dir: Path) -> None:

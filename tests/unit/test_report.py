@@ -69,6 +69,19 @@ def cells(text: str, first: str) -> list[str]:
     return [re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", line, re.DOTALL)]
 
 
+def test_what_was_mastered_and_what_was_lost(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    whole = report.render(report_data.load(tmp_path))
+    assert "Success on 28 watched tasks (validation)" in whole
+    assert "PivotRL was exported at step 15" in whole
+    text = whole.split("Mastered and lost")[1]
+    assert "first and in the last 6 steps" in text
+    # groups, strip, all wrong, all right; of the first and of the last steps
+    assert cells(text, "find_customer") == ["find_customer", "6", "mixed: 6", "0", "0", "6", "all right: 6", "0", "6"]
+    assert cells(text, "transfer_to_human")[3:] == ["0", "0", "6", "all wrong: 6", "6", "0"]
+    assert cells(text, r"\(text\)")[3:5] == ["0", "0"]  # what could not be scored is neither
+
+
 def test_the_profile_by_tool_depth_and_trajectory(tmp_path: Path) -> None:
     build_run(tmp_path)
     data = report_data.load(tmp_path)
