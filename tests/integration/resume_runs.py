@@ -122,7 +122,8 @@ def assert_same(run_dir: Path, wanted: Path, stage: str = "train", steps: int = 
     """Bit for bit: exported weights, optimizer, generators, sampled ids, logged steps."""
     one, two = run_dir / stage, wanted / stage
     if stage == "train":
-        assert (one / "rollouts.jsonl").read_bytes() == (two / "rollouts.jsonl").read_bytes()
+        for name in ("rollouts.jsonl", "groups.jsonl"):
+            assert (one / name).read_bytes() == (two / name).read_bytes(), name
     assert rows(run_dir, stage) == rows(wanted, stage)
     weights = [folder / "checkpoint" / "model.safetensors" for folder in (one, two)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
