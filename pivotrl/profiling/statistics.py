@@ -38,10 +38,23 @@ def demonstrated(turn: Turn) -> list[str]:
     return [call.name for call in turn.demonstration.tool_calls] or ["(text)"]
 
 
-def turn_facts(turn: Turn, rewards: Sequence[float | None]) -> dict[str, Any]:
-    """What a row tells of a turn and of its rewards. Unscorable ones (None) leave mean and variance and are counted."""
+def reward_facts(rewards: Sequence[float | None]) -> dict[str, Any]:
+    """What a row tells of the rewards of a group. Unscorable ones (None) leave mean and variance and are counted."""
     scored = [r for r in rewards if r is not None]
     mean, variance = mean_variance(scored) if scored else (None, None)
+    return {
+        "n": len(rewards),
+        "rewards": list(rewards),
+        "mean": mean,
+        "variance": variance,
+        "right": sum(r == 1.0 for r in scored),
+        "wrong": sum(r == 0.0 for r in scored),
+        "unscorable": len(rewards) - len(scored),
+    }
+
+
+def turn_facts(turn: Turn, rewards: Sequence[float | None]) -> dict[str, Any]:
+    """What a row tells of a turn and of its rewards."""
     return {
         "turn_id": turn.id,
         "trajectory_id": turn.trajectory_id,
@@ -52,13 +65,7 @@ def turn_facts(turn: Turn, rewards: Sequence[float | None]) -> dict[str, Any]:
         "tags": list(turn.flags),
         "state_action": state_action(turn),
         "demonstration": demonstrated(turn),
-        "n": len(rewards),
-        "rewards": list(rewards),
-        "mean": mean,
-        "variance": variance,
-        "right": sum(r == 1.0 for r in scored),
-        "wrong": sum(r == 0.0 for r in scored),
-        "unscorable": len(rewards) - len(scored),
+        **reward_facts(rewards),
     }
 
 

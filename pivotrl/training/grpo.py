@@ -23,7 +23,7 @@ from pivotrl.profiling.fingerprint import require_same
 from pivotrl.profiling.ledger import Cost, added
 from pivotrl.profiling.profiler import draw_turns
 from pivotrl.profiling.stage import present_fingerprint, read_turns
-from pivotrl.profiling.statistics import demonstrated, mean_variance
+from pivotrl.profiling.statistics import demonstrated, reward_facts
 from pivotrl.rollouts import Rollout, TokenCounts
 from pivotrl.setup import Workbench
 from pivotrl.tracking.metrics import Tracker
@@ -192,17 +192,16 @@ def learn(
 def _record(directory: Path, step: int, states: Sequence[State], groups: Sequence[Sequence[Rollout]]) -> None:
     rows = [{"step": step, **r.to_json()} for group in groups for r in group]
     append_jsonl(directory / "rollouts.jsonl", rows)
-    pairs = zip(states, groups, strict=True)
-    append_jsonl(directory / GROUPS, [{"step": step, **_outcomes(state, group)} for state, group in pairs])
-
-
-def _outcomes(state: State, group: Sequence[Rollout]) -> dict[str, Any]:
-    """Facts of a group, named as those of a profiled turn."""
-    rewards = [r.verdict.reward for r in group]
-    scored = [reward for reward in rewards if reward is not None]
-    mean, variance = mean_variance(scored) if scored else (None, None)
-    facts = {"turn_id": state.turn.id, "demonstration": demonstrated(state.turn)}
-    return {**facts, "rewards": rewards, "mean": mean, "variance": variance}
+    outcomes = [
+        {
+            "step": step,
+            "turn_id": state.turn.id,
+            "demonstration": demonstrated(state.turn),
+            **reward_facts([r.verdict.reward for r in group]),
+        }
+        for state, group in zip(states, groups, strict=True)
+    ]
+    append_jsonl(directory / GROUPS, outcomes)
 
 
 def finish(directory: Path, facts: dict[str, Any], spent: TokenCounts | Cost, seconds: float) -> dict[str, Any]:

@@ -238,17 +238,13 @@ class Saver:
     def _due(self, done: int, now: float, score: float | None) -> bool:
         s = self.settings
         best_so_far = score is not None and score >= max(self.writer.scores.values(), default=score)
-        if self._exports_best and best_so_far and done < self.total:
+        if self.writer.exports_best and best_so_far and done < self.total:
             return True
         if s.keep_every is not None and done % s.keep_every == 0:
             return True
         if s.every_steps is not None and done % s.every_steps == 0:
             return done < self.total or s.keep_best > 0  # the result of the last step is exported
         return done < self.total and s.every_minutes is not None and now - self._saved_at >= 60 * s.every_minutes
-
-    @property
-    def _exports_best(self) -> bool:
-        return self.cfg.watch.export_best and self.stage in ("train", "e2e")
 
     def choose(self) -> int:
         """After the last step: put the weights where they are to be exported from, and return their step.
@@ -257,7 +253,7 @@ class Saver:
         """
         assert self._boundary is not None
         last = self._boundary.step
-        if not self._exports_best:
+        if not self.writer.exports_best:
             return last
         if self.writer.pending:
             self.writer.commit()

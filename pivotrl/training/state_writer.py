@@ -211,10 +211,15 @@ class StateWriter:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
+    @property
+    def exports_best(self) -> bool:
+        """Whether the weights of the highest score are to be exported (`watch.export_best`; SFT is not watched)."""
+        return self.cfg.watch.export_best and self.stage in ("train", "e2e")
+
     def prune(self, finished: bool) -> None:
         """Delete what the configuration does not keep; once the stage has `finished`, all but what is kept for good."""
         c = self.cfg.checkpoint
-        best = max(c.keep_best, int(self.cfg.watch.export_best and not finished))
+        best = max(c.keep_best, int(self.exports_best and not finished))
         keep = kept(sorted(self.saved), self.scores, c.keep_last, c.keep_every, best, finished)
         for step in sorted(self.saved - keep) if self.first else ():
             try:

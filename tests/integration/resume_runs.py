@@ -22,6 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 # What the fake's completions are scored with is of no model; the real engine must agree with the trainer.
 ENGINES = {"fake": "generation.max_mismatch=1e9", "vllm": "generation.kv_cache_gib=0.25"}
+# Episodes of `pivotrl e2e`.
+EPISODES = (
+    "environment.name=tests.parity_world:ParityWorld",
+    "environment.max_turns=3",
+    f"end_to_end.steps={STEPS}",
+    "end_to_end.tasks_per_step=2",
+    "end_to_end.group_size=4",
+    "watch.every=2",
+    "watch.tasks=2",
+    "watch.split=test",
+)
 
 
 class Server:

@@ -22,7 +22,7 @@ from pivotrl.policy.state_files import RegionReader, checksum
 from pivotrl.stopping import EXIT_STOPPED
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resume_runs import STEPS, Server, assert_same, rows, serve, without_times
+from resume_runs import EPISODES, STEPS, Server, assert_same, rows, serve, without_times
 
 
 @pytest.fixture(scope="module")
@@ -150,18 +150,6 @@ def test_sft_resumes(server: Server) -> None:
         assert server.run(parts, stage="sft", at=at) == EXIT_STOPPED, server.said()
     assert server.run(parts, stage="sft") == 0, server.said()
     assert_same(parts, whole, "sft")
-
-
-EPISODES = (
-    "environment.name=tests.parity_world:ParityWorld",
-    "environment.max_turns=3",
-    f"end_to_end.steps={STEPS}",
-    "end_to_end.tasks_per_step=2",
-    "end_to_end.group_size=4",
-    "watch.every=2",
-    "watch.tasks=2",
-    "watch.split=test",
-)
 
 
 def test_end_to_end_resumes(server: Server) -> None:
