@@ -130,7 +130,9 @@ def _options(command: str, rest: list[str]) -> tuple[dict[str, str], list[str]]:
         if not options[name]:
             raise UserError(f"--{name} needs a value")
     if folder := options.get("config-dir"):
-        overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
+        from pivotrl.configuration import search_folder
+
+        overrides.append(search_folder(folder))
     return options, overrides
 
 

@@ -21,7 +21,16 @@ from pivotrl.stages import BENIGN_KEYS, STAGES
 from pivotrl.strict import MISSING_VALUE, Problem, build, is_known, nearest, suggestion, unknown_key
 from pivotrl.validation import validate
 
-__all__ = ["compare_resolved", "config_dir", "differences", "load_config", "save_resolved", "subset", "validate"]
+__all__ = [
+    "compare_resolved",
+    "config_dir",
+    "differences",
+    "load_config",
+    "save_resolved",
+    "search_folder",
+    "subset",
+    "validate",
+]
 
 _PATH_KEYS = ("run_dir", "trajectories.path", "model.path", "evaluate.ood_path")
 _SEARCH_PATH = "hydra.searchpath"
@@ -79,6 +88,11 @@ def domain_by_name(cfg: Config, overrides: Iterable[str]) -> Callable[[str], Dom
         return load_config([f"domain={name}", *overrides]).domain
 
     return find
+
+
+def search_folder(folder: str | Path) -> str:
+    """The override by which a folder of the user's own groups is searched, too (`--config-dir`)."""
+    return f"{_SEARCH_PATH}=[file://{Path(folder).resolve()}]"
 
 
 def _searched(overrides: list[str]) -> list[Path]:

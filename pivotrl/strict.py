@@ -114,10 +114,23 @@ def _name(hint: Any) -> str:
     return {int: "integer", float: "number", bool: "true or false", str: "text"}.get(hint, str(hint))
 
 
+def _missing(key: str) -> Problem:
+    return Problem("missing", key, f"'{key}' has no value; give one: {key}=...")
+
+
+def _unset(values: Mapping[Any, Any], key: str) -> Iterator[str]:
+    """Keys of a free mapping, to any depth, for which the user must give a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _unset(value, f"{key}.{name}")
+        elif isinstance(value, str) and value == MISSING_VALUE:
+            yield f"{key}.{name}"
+
+
 def _convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
     """`value` as `hint`, or None with a problem noted. No cast that loses anything: 1 is a float, 1.5 is no integer."""
     if value == MISSING_VALUE and isinstance(value, str):
-        problems.append(Problem("missing", key, f"'{key}' has no value; give one: {key}=..."))
+        problems.append(_missing(key))
         return None
     if get_origin(hint) in (Union, types.UnionType):
         if value is None:
@@ -128,6 +141,7 @@ def _convert(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         return build(hint, value, problems, key + ".")  # type: ignore[arg-type]
     origin = get_origin(hint)
     if origin is dict and isinstance(value, Mapping):
+        problems += map(_missing, _unset(value, key))
         return dict(value)
     if origin is list and isinstance(value, list):
         return [_convert(get_args(hint)[0], item, f"{key}[{i}]", problems) for i, item in enumerate(value)]

@@ -16,7 +16,7 @@ from pivotrl.configuration import compare_resolved, config_dir, load_config, sav
 from pivotrl.errors import UserError
 
 GROUPS = sorted((file.parent.name, file.stem) for file in config_dir().glob("*/*.yaml"))
-PLACEHOLDERS = ["model.path=/nowhere", "trajectories.path=/nowhere.jsonl"]
+PLACEHOLDERS = ["model.path=/nowhere", "trajectories.path=/nowhere.jsonl", "environment.options.user=null"]
 
 
 def message(*overrides: str) -> str:
@@ -168,6 +168,14 @@ def test_own_groups_work(own_groups: Path) -> None:
         ("defaults:\n  - override /domain: tau3\n", ["tau3"]),
         ("a: [1\n", ["mine.yaml is no YAML"]),
         ("seed: ${sed}\n", ["sed"]),
+        (
+            "environment:\n  options:\n    user:\n      base_url: ???\n    domain: ???\n",
+            [
+                "'environment.options.user.base_url' has no value",
+                "'environment.options.domain' has no value",
+                "mine.yaml",
+            ],
+        ),
     ],
 )
 def test_faults_in_yaml_files_are_told(own_groups: Path, yaml_text: str, expected: list[str]) -> None:
