@@ -21,6 +21,7 @@ from pivotrl.validation import get
 
 _CAPABILITY = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}  # of conf/cluster
 _SBATCH_SECONDS = 30
+_ROLLOUTS = ("train", "e2e")  # stages that train with an engine beside them
 
 
 def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
@@ -84,17 +85,18 @@ def fits_memory(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
         )
     world = world_size(cfg)
     for stage in stages:
-        if not STAGES[stage].policy or (stage != "train" and get(cfg, f"{stage}.steps") == 0):
+        rollouts = stage in _ROLLOUTS
+        if not STAGES[stage].policy or (not rollouts and get(cfg, f"{stage}.steps") == 0):
             continue
-        section = "algorithm" if stage == "train" else stage
+        section = "algorithm" if rollouts else stage
         optimizer = get(cfg, f"{section}.optimizer")
         parts = memory.training_gib(model, cfg, world, optimizer)
-        if stage == "train":
+        if rollouts:
             parts["sleeping engine"] = memory.ASLEEP_GIB
         remedy = "raise parallel.tensor, pipeline, context or expert, or cluster.nodes"
         remedy += "" if optimizer.recompute else f"; set {section}.optimizer.recompute=true"
         yield from _too_much(stage, parts, limit, remedy)
-    if "train" in stages:
+    if any(stage in stages for stage in _ROLLOUTS):
         yield from _too_much(
             "the refit", memory.refit_gib(model, cfg, world), limit, "raise generation.tensor_parallel"
         )
@@ -129,7 +131,7 @@ def policies_exist(cfg: Config, run_dir: Path, stages: Sequence[str]) -> Iterato
     """Evaluation of a policy that no stage of this submission trains and no earlier run has left."""
     if "evaluate" not in stages:
         return
-    for policy, stage in (("sft", "sft"), ("pivotrl", "train")):
+    for policy, stage in (("sft", "sft"), ("pivotrl", "train"), ("e2e", "e2e")):
         checkpoint = run_dir / stage / "checkpoint"
         if policy in cfg.evaluate.policies and stage not in stages and not checkpoint.exists():
             rest = ",".join(p for p in cfg.evaluate.policies if p != policy)

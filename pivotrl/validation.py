@@ -106,7 +106,7 @@ def conflicts(
         found.append(
             f"generation.tensor_parallel={cfg.generation.tensor_parallel} does not divide the world size {world}"
         )
-    if "train" in stages:
+    if any(name in stages for name in ("train", "e2e")):
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
         found += algorithm_checks.one_step_off_conflicts(cfg)
     local = [s.name for s in active if s.name in ("evaluate", "e2e")]

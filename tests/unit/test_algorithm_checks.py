@@ -71,6 +71,11 @@ def test_impossible_combinations(overrides: list[str], part: str) -> None:
     assert any(part in text for text in told), told
 
 
+def test_whole_episodes_are_sampled_alike() -> None:
+    assert any("training needs top_p=1" in text for text in found(["sampling.top_p=0.9"], "e2e"))
+    assert any("needs generation.server" in text for text in found(["algorithm.one_step_off=true"], "e2e"))
+
+
 def test_what_does_not_train_may_cut_the_distribution() -> None:
     assert found(["sampling.top_p=0.9"], "evaluate") == []
 
