@@ -8,70 +8,17 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.arms import Arm, chosen
-from experiments.record import make_record, matched_kl, record_path
+from experiments.cluster import submit_study
+from experiments.plan import Study
+from pivotrl.configuration import search_folder
 from pivotrl.errors import UserError
-from pivotrl.io import write_json
 from pivotrl.tracking.progress import duration
-
-SHARED_STAGES = ("turns", "warmup", "profile")
-Start = Callable[[Sequence[str]], int]  # overrides of `pivotrl run` -> exit code
-
-
-def run_pivotrl(overrides: Sequence[str]) -> int:
-    return subprocess.run([sys.executable, "-m", "pivotrl.cli", "run", *overrides], check=False).returncode
-
-
-@dataclass(frozen=True)
-class Study:
-    experiment: str
-    root: Path
-    records: Path
-    split: str
-    overrides: tuple[str, ...] = ()
-    start: Start = run_pivotrl
-
-    def folder(self, seed: int, name: str) -> Path:
-        return (self.root / self.experiment / f"seed{seed}" / name).absolute()
-
-    def shared(self, seed: int) -> Path:
-        """Make, or complete, what the arms of a seed share. Raises UserError where a stage fails."""
-        folder = self.folder(seed, "shared")
-        self._run(folder, seed, SHARED_STAGES, ())
-        return folder
-
-    def arm(self, seed: int, arm: Arm) -> Path:
-        """Run an arm to its end and write its record; returns the record's place."""
-        folder, shared = self.folder(seed, arm.name), self.folder(seed, "shared")
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage in SHARED_STAGES:
-            if stage != "profile" or not arm.own_profile:
-                _link(folder / stage, Path("..") / "shared" / stage)
-        overrides = [*arm.overrides, f"evaluate.policies=[{arm.policy}]", f"evaluate.split={self.split}"]
-        if arm.matches is not None:
-            overrides.append(f"sft.max_kl={matched_kl(self.folder(seed, arm.matches)):.6g}")
-        self._run(folder, seed, (*arm.stages, "evaluate"), overrides)
-        path = record_path(self.records, self.experiment, arm.name, seed, self.split)
-        write_json(path, make_record(self.experiment, arm, seed, folder, shared))
-        return path
-
-    def _run(self, folder: Path, seed: int, stages: Sequence[str], overrides: Sequence[str]) -> None:
-        words = [f"experiment={self.experiment}", f"run_dir={folder}", f"seed={seed}", *self.overrides, *overrides]
-        code = self.start([*words, f"run.stages=[{','.join(stages)}]"])
-        if code:
-            raise UserError(f"{folder}: `pivotrl run` ended with exit {code}; the same command continues from there")
-
-
-def _link(link: Path, target: Path) -> None:
-    if not link.is_symlink() and not link.exists():
-        link.symlink_to(target)
 
 
 def run_study(study: Study, arms: Sequence[Arm], seeds: Sequence[int], hours: float | None = None) -> list[Path]:
@@ -82,7 +29,7 @@ def run_study(study: Study, arms: Sequence[Arm], seeds: Sequence[int], hours: fl
     started = time.monotonic()
     written: list[Path] = []
     for seed in seeds:
-        study.shared(seed)
+        study.run(study.shared_work(seed))
         for arm in arms:
             if hours is not None and time.monotonic() - started > hours * 3600:
                 print(
@@ -90,7 +37,9 @@ def run_study(study: Study, arms: Sequence[Arm], seeds: Sequence[int], hours: fl
                 )
                 return written
             begun = time.monotonic()
-            written.append(study.arm(seed, arm))
+            study.link(seed, arm)
+            study.run(study.arm_work(seed, arm))
+            written.append(study.record(seed, arm))
             print(f"study: seed {seed}, {arm.name}: {duration(time.monotonic() - begun)} -> {written[-1]}", flush=True)
     return written
 
@@ -105,15 +54,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--records", type=Path, default=Path("docs/results"))
     parser.add_argument("--split", choices=("test", "validation"), default="test", help="choices: on validation alone")
     parser.add_argument("--hours", type=float, help="begin no new arm after this time")
+    parser.add_argument("--slurm", action="store_true", help="one job an arm; again: records, and what failed or waits")
+    parser.add_argument("--dry-run", action="store_true", help="with --slurm: check, and tell what would be submitted")
+    parser.add_argument("--config-dir", type=Path, help="a folder of your own groups (experiment/, cluster/, ...)")
     parser.add_argument("overrides", nargs="*", help="further key=value for every run, e.g. evaluate.ood_path=DIR")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
+    searched = [search_folder(args.config_dir)] if args.config_dir else []
     try:
-        study = Study(args.experiment, args.root, args.records, args.split, tuple(args.overrides))
-        run_study(study, chosen(args.arms.split(",")), [int(seed) for seed in args.seeds.split(",")], args.hours)
+        study = Study(args.experiment, args.root, args.records, args.split, (*searched, *args.overrides))
+        arms, seeds = chosen(args.arms.split(",")), [int(seed) for seed in args.seeds.split(",")]
+        if args.slurm:
+            submit_study(study, arms, seeds, args.dry_run)
+        else:
+            run_study(study, arms, seeds, args.hours)
     except UserError as error:
         print(f"study: {error}", file=sys.stderr)
         return 2

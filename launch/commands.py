@@ -11,7 +11,7 @@ from pathlib import Path
 from launch import follow, preflight, render, report
 from launch.jobs import PIPELINE, Job, jobs_for, stages_of, world_size
 from pivotrl.config import Config
-from pivotrl.configuration import load_config
+from pivotrl.configuration import load_config, search_folder
 from pivotrl.errors import UserError
 from pivotrl.stages import STAGES
 
@@ -37,6 +37,7 @@ JOB is that of `pivotrl launch`; without one: pipeline.
 
 Example:       pivotrl preflight train experiment=tau2 cluster=h100 model.path=/models/Qwen3-30B-A3B""",
 }
+NO_SBATCH = "no sbatch on this machine: go to a login node, print with --dry-run, or use launch/local.sh"
 _FLAGS = ("dry-run", "follow", "skip-preflight")
 _VALUES = ("after", "config-dir")
 
@@ -72,7 +73,7 @@ def _parse(command: str, arguments: Sequence[str]) -> tuple[dict[str, str], list
         if not options[name]:
             raise UserError(f"--{name} needs a value")
     if folder := options.get("config-dir"):
-        overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
+        overrides.append(search_folder(folder))
     return options, words, overrides
 
 
@@ -87,39 +88,37 @@ def _of_this_run(cfg: Config, jobs: list[Job]) -> list[Job]:
 
 
 def _preflight(cfg: Config, jobs: list[Job], overrides: list[str]) -> int:
-    _refuse(preflight.problems(cfg, jobs, overrides))
+    refuse(preflight.problems(cfg, jobs, overrides))
     if any(STAGES[s].policy for s in stages_of(jobs)) and find_spec("torch") is not None:
         print(f"{report.layout(cfg)}\n{report.estimate(cfg)}")
     print(f"preflight: all is well for {', '.join(stages_of(jobs))} on {world_size(cfg)} processes")
     return 0
 
 
-def _refuse(found: list[str]) -> None:
+def refuse(found: Sequence[str]) -> None:
+    """Raise UserError with every problem of `found`; nothing where there is none."""
     if found:
         count = f"{len(found)} problems" if len(found) > 1 else "one problem"
         raise UserError(f"{count} before anything is queued:\n" + "\n".join(f"  - {text}" for text in found))
 
 
 def _launch(cfg: Config, jobs: list[Job], overrides: list[str], options: dict[str, str]) -> int:
-    _refuse(render.conflicts(cfg))  # a script with these would be wrong even to look at
+    refuse(render.conflicts(cfg))  # a script with these would be wrong even to look at
     folder = Path(cfg.run_dir) / "slurm"
     scripts = {job.name: render.script(cfg, job, overrides, folder) for job in jobs}
     if "dry-run" in options:
         print("\n".join(scripts.values()), end="")
         return 0
     if shutil.which("sbatch") is None:
-        raise UserError("no sbatch on this machine: go to a login node, print with --dry-run, or use launch/local.sh")
+        raise UserError(NO_SBATCH)
     if "skip-preflight" not in options:
-        _refuse(preflight.problems(cfg, jobs, overrides))
-    folder.mkdir(parents=True, exist_ok=True)
+        refuse(preflight.problems(cfg, jobs, overrides))
     ids: dict[str, str] = {}
     for job in jobs:
-        path = folder / f"{job.name}.sbatch"
-        path.write_text(scripts[job.name], encoding="utf-8")
         before = [ids[name] for name in job.after if name in ids] or [i for i in [options.get("after", "")] if i]
-        ids[job.name] = submit(path, before)
+        ids[job.name] = submit(folder / f"{job.name}.sbatch", scripts[job.name], before)
         waits = f" after {', '.join(before)}" if before else ""
-        print(f"{job.name}: job {ids[job.name]}{waits}, {path}", flush=True)
+        print(f"{job.name}: job {ids[job.name]}{waits}, {folder / job.name}.sbatch", flush=True)
     if "follow" not in options:
         print(f"Follow with: tail -F {folder}/pivotrl-*.log")
         return 0
@@ -139,8 +138,13 @@ def _follow(ids: dict[str, str], folder: Path) -> int:
     return follow.outcome(ends)
 
 
-def submit(path: Path, after: Sequence[str]) -> str:
-    """Submit a script; returns the job's id. Raises UserError with what sbatch says."""
+def submit(path: Path, script: str, after: Sequence[str]) -> str:
+    """Write a job's script to `path` and submit it, to start when the jobs `after` have ended well.
+
+    Returns the job's id. Raises UserError with what sbatch says.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
     chain = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
     done = subprocess.run(["sbatch", "--parsable", *chain, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from pivotrl import stopping
 
@@ -33,16 +32,6 @@ def rank_from_slurm() -> None:
             del env[name]
 
 
-def up_to_date(stage: str, overrides: list[str]) -> bool:
-    """Whether the stage's folder is finished and still that of this configuration."""
-    cfg = load_config(overrides)
-    run_dir = Path(cfg.run_dir)
-    directory = run_dir / stage_state.place_of(cfg, stage)
-    return stage_state.is_done(directory) and not stage_state.changes(
-        directory, stage_state.record_of(cfg, stage, run_dir)
-    )
-
-
 def main() -> int:
     stage, overrides = sys.argv[1], sys.argv[2:]
     if stage not in STAGES:
@@ -53,7 +42,7 @@ def main() -> int:
     if not first and not STAGES[stage].parallel:
         return 0
     try:
-        done = up_to_date(stage, overrides)
+        done = stage_state.up_to_date(load_config(overrides), stage)
     except UserError as error:
         print(f"pivotrl {stage}: {error}", file=sys.stderr)
         stopping.leave_failure(2)

@@ -75,6 +75,13 @@ def is_done(directory: Path) -> bool:
     return (directory / SUMMARY).is_file()
 
 
+def up_to_date(cfg: Config, stage: str) -> bool:
+    """Whether the stage's folder is finished and still that of this configuration."""
+    run_dir = Path(cfg.run_dir)
+    directory = run_dir / place_of(cfg, stage)
+    return is_done(directory) and not changes(directory, record_of(cfg, stage, run_dir))
+
+
 def changes(directory: Path, record: dict[str, Any]) -> list[str]:
     """Why the content of `directory` is not that of `record`; empty when it is (or when there is no content)."""
     if not directory.is_dir() or all(p.name in _BOOKS for p in directory.iterdir()):

@@ -95,8 +95,9 @@ def test_sequences_are_what_was_sampled_and_share_their_beginnings(smollm2_token
 @pytest.mark.engine
 def test_a_reduced_study(tmp_path: Path, smollm2_tokenizer: Path):
     from experiments.arms import chosen
+    from experiments.plan import Study
     from experiments.results import write_results
-    from experiments.study import Study, run_study
+    from experiments.study import run_study
     from pivotrl import cli
     from pivotrl.configuration import load_config
     from pivotrl.io import read_json, read_jsonl

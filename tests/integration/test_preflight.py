@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from experiments.arms import ARMS
+from experiments.plan import SHARED_STAGES
 from launch import checks, preflight, storage
 from launch.jobs import Job, jobs_for
 from pivotrl import cli, stage_state
 from pivotrl.configuration import load_config
 from pivotrl.rendering.chat import Renderer
+from pivotrl.stages import STAGES
 from pivotrl.verifiers.registry import get_verifier
 from tests.true_configs import NEMOTRON_3_SUPER
 
@@ -165,6 +168,8 @@ BY_OVERRIDE = [
     ),
     ("sft.optimizer={recompute: false, tokens_per_microbatch: 200000}", "sft", "set sft.optimizer.recompute=true"),
     ("cluster.gpu_memory_gib=16", "train", "cluster.gpu_memory_gib is 16"),
+    ("end_to_end.tasks_per_step=16 cluster.gpu_memory_gib=16", "e2e", "memory: e2e needs"),
+    ("evaluate.policies=[e2e]", "evaluate", "run the job `e2e`, or set evaluate.policies=[]"),
     ("model.path=/nowhere", "train", "no such folder (a Hugging Face folder"),
     ("trajectories.path=/nowhere.jsonl", "profile", "no such file or folder, and no match as a glob"),
     ("model.chat_template=chatml", "profile", "model.chat_template='chatml' is unknown"),
@@ -319,6 +324,24 @@ def test_documented_layouts_pass(place: Place, experiment: str, cluster: str, mo
     cfg = load_config([*overrides, *changes])
     assert cfg.cluster.nodes == (8 if large else 4)
     assert preflight.problems(cfg, jobs_for("pipeline"), [*overrides, *changes]) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_can_be_a_job(place: Place, stage: str) -> None:
+    """What it is told is of the configuration, and no crash."""
+    told(place, stage, "environment=outfitters")
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_the_study_of_a_cluster_passes(place: Place, name: str) -> None:
+    arm = ARMS[name]
+    user = "environment.options.user={base_url: 'http://host:8001/v1', model: user}"
+    given = [o for o in place.overrides() if not o.startswith(("experiment=", "cluster"))]
+    more = ["sft.max_kl=0.1"] if arm.matches else []
+    overrides = [*given, "experiment=study_tau2", "cluster=h100", user, *arm.overrides, *more]
+    overrides.append(f"evaluate.policies=[{arm.policy}]")
+    job = Job(name, "stage.sh", (*SHARED_STAGES, *arm.stages, "evaluate"))
+    assert preflight.problems(load_config(overrides), [job], overrides) == []
 
 
 def test_the_table_has_layouts() -> None:

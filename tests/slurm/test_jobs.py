@@ -155,6 +155,31 @@ def test_pipeline_runs_to_its_end_on_two_nodes(slurm: Slurm, tiny_moe: Path) -> 
     assert (run / "report" / "report.html").is_file()
 
 
+def test_a_study_goes_on_with_each_call(slurm: Slurm, tiny_moe: Path) -> None:
+    """What is shared, then an arm, as jobs of two processes; the last call finds both done and records the arm."""
+    command = (
+        *(sys.executable, "-m", "experiments.study", "--slurm", "--experiment", "study_outfitters", "--arms", "base"),
+        *("--seeds", "0", "--root", str(slurm.folder / "study"), "--records", str(slurm.folder / "records")),
+        *("model=tiny_moe", f"model.path={tiny_moe}", "precision=fp32", "model.context_length=1536", "warmup.steps=0"),
+        *("trajectories.tasks=12", "sampling.max_new_tokens=8", "profile.max_turns=2", "profile.rollouts_per_turn=2"),
+        *("environment.max_turns=2", "evaluate.tasks=2", "evaluate.trials=0", "evaluate.drift=0"),
+        *("generation.kv_cache_gib=0.25", "cluster.nodes=2", "cluster.exclusive=true", "cluster.check_seconds=90"),
+    )
+    first = slurm.call(*command)
+    assert first.returncode == 0, first.stderr
+    jobs = re.findall(r"job (\d+)", first.stdout)
+    assert f"base: job {jobs[1]} after {jobs[0]}, evaluate" in first.stdout
+    for name, job in (("shared", jobs[0]), ("base", jobs[-1])):
+        folder = slurm.folder / "study" / "study_outfitters" / "seed0" / name
+        assert slurm.wait(job, 400) == 0, _logs(folder)
+    last = slurm.call(*command)
+    assert last.returncode == 0, last.stderr
+    record = json.loads((slurm.folder / "records" / "study_outfitters-base-seed0.json").read_text())
+    assert (record["arm"], record["profile"]["rollouts"]) == ("base", 4)
+    assert "shared: done\n  base: done -> " in last.stdout
+    assert "make results" in last.stdout
+
+
 def slow(slurm: Slurm, run: Path) -> tuple[str, ...]:
     """The end of an sbatch command whose stage only counts (slow_stage.py); node checks have tests of their own."""
     python, stage = slurm.folder / "python-slow", ROOT / "tests" / "slurm" / "slow_stage.py"

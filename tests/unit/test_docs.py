@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments import study
+from experiments.arms import chosen
 from pivotrl.cli import main
 from pivotrl.cli_help import OTHER_COMMANDS
 from pivotrl.configuration import load_config
@@ -63,6 +65,10 @@ def test_modules(document: str, words: list[str]):
     if module == "pytest":
         paths = [word for word in words[words.index("pytest") + 1 :] if word.startswith("tests")]
         assert all((REPOSITORY / path).exists() for path in paths)
+    if module == "experiments.study":
+        args = study.parse(words[words.index(module) + 1 :])
+        chosen(args.arms.split(","))
+        load_config([f"experiment={args.experiment}", *overrides(args.overrides)])
 
 
 def test_there_are_commands_to_test():

@@ -11,9 +11,10 @@ import pytest
 
 from experiments import aggregate as stats
 from experiments.arms import ARMS, MAIN, SWEEPS, chosen
+from experiments.plan import Study
 from experiments.record import matched_kl
 from experiments.results import main, read_records, write_results
-from experiments.study import Study, parse, run_study
+from experiments.study import parse, run_study
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
 from pivotrl.io import append_jsonl, read_json, write_json, write_jsonl
