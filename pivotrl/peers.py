@@ -40,11 +40,28 @@ def parts(make: Callable[[], Result]) -> list[Result]:
     return [part for part, _ in everyone]  # type: ignore[misc]
 
 
+def pooled(make: Callable[[], Sequence[Item]]) -> tuple[list[Item], range]:
+    """The items that all processes made, in their order, and the places of this one's among them."""
+    if _alone():
+        own = list(make())
+        return own, range(len(own))
+    from pivotrl.policy import agree
+
+    made, rank = parts(make), agree.rank()
+    before = sum(map(len, made[:rank]))
+    return [item for part in made for item in part], range(before, before + len(made[rank]))
+
+
+def anyone(flag: bool) -> bool:
+    """Whether `flag` is true in any process."""
+    return flag if _alone() else any(parts(lambda: flag))
+
+
 def work_together(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
     """`work(items)`, one result an item, in order: each process does a share, and all hold the same results.
 
-    For what need not come out the same twice (a judge, a time-out): processes that went on with different results would
-    part ways. An error in one process is raised in every one, so that none waits for it.
+    For what need not come out the same twice (a judge, a user's model, a time-out): processes that went on with
+    different results would part ways. An error in one process is raised in every one, so that none waits for it.
     """
     if _alone():
         return work(items)

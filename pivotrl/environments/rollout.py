@@ -54,15 +54,28 @@ class _Running:
 def run_episodes(
     environment: Environment, tasks: Sequence[Task], act: Act, max_turns: int, trials: int = 1
 ) -> list[EpisodeResult]:
-    """Play every task `trials` times; results in the order of (task, trial).
+    """Play every task `trials` times; results in the order of (task, trial). See `play_episodes`."""
+    return play_episodes(environment, [(task, trial) for task in tasks for trial in range(trials)], act, max_turns)
+
+
+def play_episodes(
+    environment: Environment,
+    episodes: Sequence[tuple[Task, int]],
+    act: Act,
+    max_turns: int,
+    any_open: Callable[[bool], bool] = bool,
+) -> list[EpisodeResult]:
+    """Play `episodes` (task, trial); results in their order.
 
     `act` gets the messages and tools of all unfinished episodes (read-only) and returns one action each. What `act`
     raises is the engine's error, not an episode's: it is passed on. Raises ValueError for another number of actions.
+    `any_open`: whether this process or, where several play with one `act`, another has unfinished ones; while it says
+    so, `act` is called in all of them, in some with nothing.
     """
-    running = [_Running(task, trial) for task in tasks for trial in range(trials)]
+    running = [_Running(task, trial) for task, trial in episodes]
     together = bool(getattr(environment, "waits", False))
     _do([partial(one.guarded, partial(_start, environment, one, max_turns)) for one in running], together)
-    while active := [one for one in running if one.result is None]:
+    while any_open(bool(active := [one for one in running if one.result is None])):
         states = [(list(_episode(one).messages), _episode(one).tools) for one in active]
         actions = act(states)
         if len(actions) != len(active):

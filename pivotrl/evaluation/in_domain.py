@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pivotrl.environments.base import Environment, Task
-from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.environments.rollout import EpisodeResult, play_episodes
 from pivotrl.evaluation.statistics import interval, pass_at_k, success_row
 from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
+from pivotrl.peers import anyone, pooled, work_together
 from pivotrl.profiling.ledger import Cost
 from pivotrl.rendering.chat import Renderer
 from pivotrl.trajectories.schema import Action, JsonDict
@@ -53,7 +54,11 @@ def fits(arguments: JsonDict, schema: JsonDict) -> bool:
 
 
 class EngineActor:
-    """Acts for all unfinished episodes at once; None where the prompt has outgrown the context."""
+    """Acts for all unfinished episodes at once; None where the prompt has outgrown the context.
+
+    Where several processes play, each calls it with the states of its own episodes and gets their actions; the engine
+    samples for all of them together. What is counted is of all, and the same in every process.
+    """
 
     def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling, context_length: int, seed: int):
         self.engine, self.renderer, self.sampling = engine, renderer, sampling
@@ -67,20 +72,33 @@ class EngineActor:
         return self.spent.to_json()
 
     def __call__(self, views: Sequence[View]) -> list[Action | None]:
-        prompts = [self.renderer.prompt_ids(messages, tools) for messages, tools in views]
-        fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.room]
+        asked, own = pooled(lambda: [(self.renderer.prompt_ids(messages, tools), tools) for messages, tools in views])
+        fits = [i for i, (prompt, _) in enumerate(asked) if len(prompt) <= self.room]
         seeds = [seed_for(self.seed, "episode", self.calls, i) for i in fits]
         self.calls += 1
         clock = time.perf_counter()
-        groups = self.engine.generate([prompts[i] for i in fits], self.sampling, 1, seeds) if fits else []
+        groups = self.engine.generate([asked[i][0] for i in fits], self.sampling, 1, seeds) if fits else []
         self.spent += Cost(seconds=time.perf_counter() - clock)
-        actions: list[Action | None] = [None] * len(prompts)
+        actions: list[Action | None] = [None] * len(asked)
         for i, (completion,) in zip(fits, groups, strict=True):
-            action = self.renderer.parse(completion.token_ids, views[i][1])
-            self.validity.add(action, views[i][1])
-            actions[i] = SampledAction(**vars(action), prompt_ids=tuple(prompts[i]), completion=completion)
-            self.spent += Cost(1, len(prompts[i]), completion.cached_prompt_tokens, len(completion.token_ids))
-        return actions
+            prompt, tools = asked[i]
+            action = self.renderer.parse(completion.token_ids, tools)
+            self.validity.add(action, tools)
+            actions[i] = SampledAction(**vars(action), prompt_ids=tuple(prompt), completion=completion)
+            self.spent += Cost(1, len(prompt), completion.cached_prompt_tokens, len(completion.token_ids))
+        return actions[own.start : own.stop]
+
+
+def play_together(
+    environment: Environment, tasks: Sequence[Task], actor: EngineActor, max_turns: int, trials: int = 1
+) -> list[EpisodeResult]:
+    """Play every task `trials` times; results in the order of (task, trial), the same in every process of the stage.
+
+    Each process plays a share of the episodes. An environment need not answer the same twice (a user's model, a time
+    limit): processes that played all of them each for itself would part ways.
+    """
+    episodes = [(task, trial) for task in tasks for trial in range(trials)]
+    return work_together(episodes, lambda own: play_episodes(environment, own, actor, max_turns, anyone))
 
 
 def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:
@@ -137,7 +155,7 @@ def play(
     environment: Environment, tasks: Sequence[Task], trials: int, max_turns: int, actor: EngineActor
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The summary of all episodes, and their rows."""
-    results = run_episodes(environment, tasks, actor, max_turns, trials)
+    results = play_together(environment, tasks, actor, max_turns, trials)
     summary = {**episode_summary(results), "tool_calls": actor.validity.to_json()}
     return summary, [episode_row(result) for result in results]
 

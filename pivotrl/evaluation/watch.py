@@ -8,12 +8,10 @@ from pathlib import Path
 
 from pivotrl.config import Config
 from pivotrl.environments.registry import get_environment
-from pivotrl.environments.rollout import run_episodes
-from pivotrl.evaluation.in_domain import EngineActor, episode_summary
+from pivotrl.evaluation.in_domain import EngineActor, episode_summary, play_together
 from pivotrl.evaluation.tasks import evaluation_tasks
 from pivotrl.generation.engine import Engine
 from pivotrl.io import append_jsonl
-from pivotrl.peers import from_first
 from pivotrl.setup import Workbench
 
 CURVE = "curve.jsonl"
@@ -44,9 +42,9 @@ class Watcher:
         cfg = self.cfg
         greedy = replace(self.bench.sampling, temperature=0.0)
         actor = EngineActor(engine, self.bench.renderer, greedy, cfg.model.context_length, cfg.seed)
-        found = episode_summary(run_episodes(self.environment, self.tasks, actor, cfg.environment.max_turns))
+        found = episode_summary(play_together(self.environment, self.tasks, actor, cfg.environment.max_turns))
         kept = {name: found[name] for name in ("success", "ci", "n", "errors", "by_family")}
         row = {"step": step, "rollouts": rollouts, "split": cfg.watch.split, **kept}
         append_jsonl(self.path, [{**row, "seconds_watch": time.monotonic() - started}])
-        success: float | None = from_first(lambda: found["success"])
+        success: float | None = found["success"]
         return success

@@ -17,9 +17,9 @@ from typing import Any
 
 from pivotrl.config import Algorithm, Config
 from pivotrl.environments.registry import get_environment
-from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.environments.rollout import EpisodeResult
 from pivotrl.errors import UserError
-from pivotrl.evaluation.in_domain import EngineActor, SampledAction, episode_row
+from pivotrl.evaluation.in_domain import EngineActor, SampledAction, episode_row, play_together
 from pivotrl.evaluation.tasks import task_ids
 from pivotrl.evaluation.watch import CURVE, Watcher
 from pivotrl.io import append_jsonl
@@ -159,7 +159,7 @@ def run_end_to_end(cfg: Config, run_dir: Path) -> dict[str, Any]:
             drawn = sampler.draw(step)
             seed = seed_for(cfg.seed, "e2e", step)
             actor = EngineActor(engine, bench.renderer, bench.sampling, cfg.model.context_length, seed)
-            play = partial(run_episodes, environment, drawn, actor, cfg.environment.max_turns, e.group_size)
+            play = partial(play_together, environment, drawn, actor, cfg.environment.max_turns, e.group_size)
             with saver.generating():
                 results = handover.generate(engine, play)
             groups = [results[i : i + e.group_size] for i in range(0, len(results), e.group_size)]

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_rollout_ranks.py: who samples, who verifies, and that all ranks hold the same."""
+"""Run under torchrun by test_rollout_ranks.py: who samples, verifies and plays, and that all ranks hold the same."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from verifier_doubles import Scripted, act, turn  # noqa: E402
 
+from pivotrl.environments.base import Outcome, Task  # noqa: E402
+from pivotrl.environments.rollout import EpisodeResult  # noqa: E402
+from pivotrl.evaluation.in_domain import EngineActor, play_together  # noqa: E402
 from pivotrl.generation.base import StatefulEngine  # noqa: E402
 from pivotrl.generation.data_parallel import gather_groups, share  # noqa: E402
 from pivotrl.generation.engine import Completion, OnFinished, Sampling  # noqa: E402
+from pivotrl.generation.scripted import ScriptedEngine  # noqa: E402
 from pivotrl.local_rollouts import LocalRoller, State  # noqa: E402
 from pivotrl.policy import agree  # noqa: E402
 from pivotrl.refit.layout import EngineLayout  # noqa: E402
 from pivotrl.training.aside import ServerHandover  # noqa: E402
-from pivotrl.trajectories.schema import Action  # noqa: E402
+from pivotrl.trajectories.schema import Action, JsonDict  # noqa: E402
 from pivotrl.verifiers.runner import VerifierRunner  # noqa: E402
 
 TEXTS = [[f"text {i} {k}" for k in range(2)] for i in range(5)]
@@ -81,6 +85,81 @@ def each_rollout_is_verified_once() -> None:
             raise AssertionError("the error of one rank was lost")
 
 
+class Chat(Letters):
+    def prompt_ids(self, messages: Sequence[JsonDict], tools: Sequence[Any]) -> list[int]:
+        if messages[0]["content"] == "unreadable" and agree.rank() == 1:
+            raise ValueError("rank 1 cannot render this")
+        return [len(messages), *map(ord, messages[0]["content"])]
+
+
+class Moody:
+    """A world whose user says in which process it lives, and talks longer in the second one."""
+
+    name, version = "moody", "0"
+
+    def __init__(self, alike: bool = False) -> None:
+        self.alike, self.begun = alike, 0
+
+    def reset(self, task: Task, max_turns: int) -> Talk:
+        self.begun += 1
+        return Talk(task.id, 2 if self.alike else 1 + 2 * agree.rank(), "me" if self.alike else str(os.getpid()))
+
+
+class Talk:
+    def __init__(self, text: str, turns: int, name: str) -> None:
+        self.tools: list[JsonDict] = []
+        self.messages: list[JsonDict] = [{"role": "user", "content": text}]
+        self.left, self.name = turns, name
+
+    @property
+    def done(self) -> bool:
+        return self.left == 0
+
+    def step(self, action: Action) -> None:
+        self.left -= 1
+        self.messages += [{"role": "assistant", "content": action.text}, {"role": "user", "content": self.name}]
+
+    def outcome(self) -> Outcome:
+        return Outcome(True, "ok", {})
+
+
+def each_episode_is_played_once() -> None:
+    tasks = [Task(f"task {i}", "f") for i in range(5)]
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def script(prompt: Sequence[int], k: int, seed: int) -> list[int]:
+        asked.append((tuple(prompt), seed))
+        return [65 + seed % 26]
+
+    def play(world: Any, chosen: Sequence[Task] = tasks) -> tuple[list[EpisodeResult], EngineActor]:
+        actor = EngineActor(ScriptedEngine(script), Chat(), Sampling(max_new_tokens=4), 64, 0)  # type: ignore[arg-type]
+        return play_together(world, chosen, actor, max_turns=4, trials=2), actor
+
+    world = Moody()
+    results, actor = play(world)
+    assert agree.everyone(world.begun) == [5, 5]
+    everyone = agree.everyone([(r.task.id, r.trial, r.messages) for r in results])
+    assert everyone[0] == everyone[1]
+    assert [(r.task.id, r.trial) for r in results] == [(t.id, k) for t in tasks for k in range(2)]
+    names = [{m["content"] for m in r.messages[2::2]} for r in results]
+    assert all(len(n) == 1 for n in names) and len(set.union(*names)) == 2
+    assert [r.turns for r in results] == [1] * 5 + [3] * 5
+    assert actor.spent.rollouts == actor.validity.turns == 20
+    # the same prompts, seeds and episodes as one process alone has
+    asked.clear()
+    shared, together = play(Moody(alike=True))[0], list(asked)
+    asked.clear()
+    os.environ["WORLD_SIZE"] = "1"
+    assert play(Moody(alike=True))[0] == shared and asked == together
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        play(world, [Task("fine", "f"), Task("unreadable", "f")])
+    except ValueError as error:
+        assert str(error) == "rank 1 cannot render this"  # on both ranks
+    else:
+        raise AssertionError("the error of one rank was lost")
+
+
 class Server(StatefulEngine):
     def _sleep(self, discard_weights: bool) -> None: ...
 
@@ -124,5 +203,6 @@ def the_first_rank_samples_for_all() -> None:
 if __name__ == "__main__":
     agree.join()
     each_rollout_is_verified_once()
+    each_episode_is_played_once()
     the_first_rank_samples_for_all()
     agree.wait()

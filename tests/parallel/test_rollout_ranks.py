@@ -1,4 +1,4 @@
-"""Two gloo processes: rollouts are sampled and verified once, and every rank holds the same (one launch)."""
+"""Two gloo processes sample, verify and play each thing once, and both hold the same (one launch)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("rollout_ranks.py")
 
 
 @pytest.mark.parallel
-def test_ranks_share_rollouts_and_verdicts() -> None:
+def test_ranks_share_rollouts_verdicts_and_episodes() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     done = subprocess.run(
