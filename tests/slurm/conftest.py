@@ -60,7 +60,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     env = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))},
         "SLURMBOX_DIR": str(folder),
-        "SLURMBOX_PORT": str(17000 + os.getpid() % 10000 * 4),
+        "SLURMBOX_PORT": str(17000 + os.getpid() % 3900 * 4),  # below those that the system hands out itself
         "SLURMBOX_CPUS": "128",
         "SLURMBOX_TIMEOUT": "75",  # what runs beside it may take the processors
         "SLURMBOX_KILLWAIT": "20",

@@ -156,28 +156,32 @@ def test_pipeline_runs_to_its_end_on_two_nodes(slurm: Slurm, tiny_moe: Path) -> 
 
 
 def test_a_study_goes_on_with_each_call(slurm: Slurm, tiny_moe: Path) -> None:
-    """What is shared, then an arm, as jobs of two processes; the last call finds both done and records the arm."""
+    """What is shared, then two arms, as jobs of two processes; the last call finds all done and records the arms."""
     command = (
-        *(sys.executable, "-m", "experiments.study", "--slurm", "--experiment", "study_outfitters", "--arms", "base"),
-        *("--seeds", "0", "--root", str(slurm.folder / "study"), "--records", str(slurm.folder / "records")),
+        *(sys.executable, "-m", "experiments.study", "--slurm", "--experiment", "study_outfitters"),
+        *("--arms", "base,e2e", "--seeds", "0"),
+        *("--root", str(slurm.folder / "study"), "--records", str(slurm.folder / "records")),
         *("model=tiny_moe", f"model.path={tiny_moe}", "precision=fp32", "model.context_length=1536", "warmup.steps=0"),
         *("trajectories.tasks=12", "sampling.max_new_tokens=8", "profile.max_turns=2", "profile.rollouts_per_turn=2"),
-        *("environment.max_turns=2", "evaluate.tasks=2", "evaluate.trials=0", "evaluate.drift=0"),
+        *("environment.max_turns=2", "evaluate.tasks=2", "evaluate.trials=0", "evaluate.drift=0", "watch.every=0"),
+        *("end_to_end.steps=1", "end_to_end.tasks_per_step=2", "end_to_end.group_size=3"),
         *("generation.kv_cache_gib=0.25", "cluster.nodes=2", "cluster.exclusive=true", "cluster.check_seconds=90"),
     )
     first = slurm.call(*command)
     assert first.returncode == 0, first.stderr
-    jobs = re.findall(r"job (\d+)", first.stdout)
-    assert f"base: job {jobs[1]} after {jobs[0]}, evaluate" in first.stdout
-    for name, job in (("shared", jobs[0]), ("base", jobs[-1])):
-        folder = slurm.folder / "study" / "study_outfitters" / "seed0" / name
-        assert slurm.wait(job, 400) == 0, _logs(folder)
+    jobs = dict(re.findall(r"(\w+): job (\d+)", first.stdout))
+    assert f"base: job {jobs['base']} after {jobs['shared']}, evaluate" in first.stdout
+    seed = slurm.folder / "study" / "study_outfitters" / "seed0"
+    for name, job in jobs.items():
+        assert slurm.wait(job, 400) == 0, _logs(seed / name)
+    episodes = list(read_jsonl(seed / "e2e" / "e2e" / "episodes.jsonl"))
+    assert [row["trial"] for row in episodes] == [0, 1, 2, 0, 1, 2]  # each played by one of the two processes
     last = slurm.call(*command)
     assert last.returncode == 0, last.stderr
-    record = json.loads((slurm.folder / "records" / "study_outfitters-base-seed0.json").read_text())
-    assert (record["arm"], record["profile"]["rollouts"]) == ("base", 4)
-    assert "shared: done\n  base: done -> " in last.stdout
-    assert "make results" in last.stdout
+    assert re.search(r"shared: done\n  base: done -> .*\n  e2e: done -> .*\nEvery arm is recorded", last.stdout)
+    record = json.loads((slurm.folder / "records" / "study_outfitters-e2e-seed0.json").read_text())
+    assert record["training"]["rollouts"] == sum(row["turns"] for row in episodes)
+    assert record["profile"]["rollouts"] == 4
 
 
 def slow(slurm: Slurm, run: Path) -> tuple[str, ...]:
