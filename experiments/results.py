@@ -17,7 +17,8 @@ from pivotrl.io import read_json
 from pivotrl.tracking.progress import duration
 
 Arms = dict[str, list[Row]]  # arm -> its records, by seed
-EQUAL_SUCCESS = (("adv", "e2e"), ("adv_long", "e2e"))  # whose rollouts to equal success are compared
+# whose rollouts to equal success are compared
+EQUAL_SUCCESS = tuple((name, "e2e") for name in ("adv", "adv_reprofiled", "adv_long", "mixed"))
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Arms]]:
@@ -79,6 +80,8 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
     parts += ["### Where it succeeds, and how it fails", _by_family(arms, [n for n in MAIN if n in arms])]
     if any(r["policy"].get("ood") for rows in arms.values() for r in rows):
         parts += ["### Outside it", _out_of_domain(arms, [n for n in MAIN if n in arms])]
+    if text := _watched(arms):
+        parts += ["### While training", text]
     equal = [text for pair in EQUAL_SUCCESS if (text := _equal_success(arms, *pair))]
     parts += ["### Rollouts to equal success", *equal] if equal else []
     if sweeps := [n for n in ("adv", *SWEEPS) if n in arms]:
@@ -165,6 +168,25 @@ def _out_of_domain(arms: Arms, names: Sequence[str]) -> str:
             row.append(_percent(stats.mean_of(records, "policy", "drift", kind, "share")))
         rows.append(row)
     return table(head, rows)
+
+
+def _watched(arms: Arms) -> str:
+    """Success on the watched tasks at the start, at the best look and at the last: does an arm hold what it reached?
+
+    The best of several looks flatters: each has an error of its own.
+    """
+    rows = []
+    for name in (n for n in (*MAIN, *SWEEPS) if n in arms):
+        curves = [[point for point in r["curve"] if point["success"] is not None] for r in arms[name] if r.get("curve")]
+        if not (curves := [points for points in curves if points]):
+            continue
+        best = [max(points, key=lambda point: point["success"]) for points in curves]
+        looks = ([points[0] for points in curves], best, [points[-1] for points in curves])
+        means = [sum(point["success"] for point in look) / len(look) for look in looks]
+        steps = ", ".join(str(point["step"]) for point in best)
+        rows.append([ARMS[name].title, str(len(curves)), *map(_percent, means), steps])
+    head = ["arm", "seeds", "watched success, start", "best look", "last look", "step of the best, by seed"]
+    return table(head, rows) if rows else ""
 
 
 def _equal_success(arms: Arms, pivot: str, reference: str) -> str:

@@ -203,7 +203,8 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
         assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
         assert f"(records/study_outfitters-{name}.svg)" in text
     # Both curves are the same but for rollouts: 64 a step after a profile of 32, against 320 a step.
-    assert "| 60.0 % |" not in text.split("equal success")[0]
+    assert "| 60.0 % |" not in text.split("### While training")[0]
+    assert "| PivotRL (adv, functional) | 2 | 20.0 % | 60.0 % | 60.0 % | 4, 4 |" in text
     assert "| 288 | 1280 | 4.4 |" in text
     again = write_results(study.records, page)
     assert again == text
