@@ -9,6 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 42
+_LEGEND_ROW = 13
 _GRID, _TEXT, _AXIS = "#e6e8ec", "#5b6472", "#aab1bc"
 
 
@@ -75,7 +76,10 @@ def label(value: float) -> str:
 class _Frame:
     """Axes: data coordinates to pixels, grid, ticks and axis titles."""
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], x_title: str, y_title: str) -> None:
+    def __init__(
+        self, x: tuple[float, float], y: tuple[float, float], x_title: str, y_title: str, top: int = _TOP
+    ) -> None:
+        self.top = top
         self.x0, self.x1 = _widened(*x)
         self.y0, self.y1 = _widened(*y)
         self.parts: list[str] = []
@@ -91,7 +95,7 @@ class _Frame:
         self.parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}" stroke="{_AXIS}"/>')
         self.text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 8, x_title, "middle")
         if y_title:
-            middle = (_TOP + base) / 2
+            middle = (top + base) / 2
             self.parts.append(
                 f'<text transform="translate(13 {middle:.1f}) rotate(-90)" text-anchor="middle">'
                 f"{escape(y_title)}</text>"
@@ -101,7 +105,7 @@ class _Frame:
         return _LEFT + (x - self.x0) / (self.x1 - self.x0) * (WIDTH - _LEFT - _RIGHT)
 
     def py(self, y: float) -> float:
-        return HEIGHT - _BOTTOM - (y - self.y0) / (self.y1 - self.y0) * (HEIGHT - _TOP - _BOTTOM)
+        return HEIGHT - _BOTTOM - (y - self.y0) / (self.y1 - self.y0) * (HEIGHT - self.top - _BOTTOM)
 
     def text(self, x: float, y: float, text: str, anchor: str, color: str = "") -> None:
         fill = f' fill="{escape(color)}"' if color else ""
@@ -196,7 +200,9 @@ def line_chart(series: Sequence[Series], x_title: str, y_title: str = "") -> str
     xs, ys = [p[0] for p in finite], [p[1] for p in finite]
     pad = (max(ys) - min(ys)) * 0.06
     low = 0.0 if min(ys) == 0 else min(ys) - pad
-    frame = _Frame((min(xs), max(xs)), (low, max(ys) + pad), x_title, y_title)
+    legend = _legend([s.name for s in series]) if len(series) > 1 else []
+    top = _TOP + max((row for _, row in legend), default=0) * _LEGEND_ROW
+    frame = _Frame((min(xs), max(xs)), (low, max(ys) + pad), x_title, y_title, top)
     for s in series:
         for run in _runs(s.points):
             pixels = [f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in run]
@@ -210,13 +216,24 @@ def line_chart(series: Sequence[Series], x_title: str, y_title: str = "") -> str
                         f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="2.2" fill="{escape(s.color)}">'
                         f"<title>{escape(s.name)}: {label(y)} at {label(x)}</title></circle>"
                     )
-    if len(series) > 1:
-        left = _LEFT + 8.0
-        for s in series:
-            frame.parts.append(f'<rect x="{left:.0f}" y="{_TOP - 9}" width="10" height="3" fill="{escape(s.color)}"/>')
-            frame.text(left + 14, _TOP - 4, s.name, "start")
-            left += 30 + 6.2 * len(s.name)
+    for s, (left, row) in zip(series, legend, strict=False):
+        y = _TOP - 4 + row * _LEGEND_ROW
+        frame.parts.append(f'<rect x="{left:.0f}" y="{y - 5}" width="10" height="3" fill="{escape(s.color)}"/>')
+        frame.text(left + 14, y, s.name, "start")
     return frame.svg(y_title or ", ".join(s.name for s in series))
+
+
+def _legend(names: Sequence[str]) -> list[tuple[float, int]]:
+    """Place and row of each name: in rows that the chart is wide enough for."""
+    places: list[tuple[float, int]] = []
+    left, row = _LEFT + 8.0, 0
+    for name in names:
+        width = 30 + 6.2 * len(name)
+        if left + width > WIDTH and left > _LEFT + 8.0:
+            left, row = _LEFT + 8.0, row + 1
+        places.append((left, row))
+        left += width
+    return places
 
 
 def _runs(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pivotrl.tracking.charts import (
+    WIDTH,
     Bar,
     Interval,
     Point,
@@ -52,6 +53,17 @@ def test_lines_and_bubbles_are_finite_for_any_numbers(points: list[tuple[float, 
 def test_a_gap_breaks_the_line() -> None:
     svg = line_chart([Series("a", [(0, 1), (1, 2), (2, math.nan), (3, 1)], "#000")], "step")
     assert svg.count("<polyline") == 2
+
+
+def test_a_long_legend_has_rows_and_the_lines_stay_below_it() -> None:
+    names = [f"an arm of the study ({n} seeds)" for n in range(5)]
+    root = parse(line_chart([Series(name, [(0, 1), (1, 2)], "#000") for name in names], "step"))
+    shown = {t.text: (float(t.get("x") or 0), float(t.get("y") or 0)) for t in root.iter("text") if t.text in names}
+    assert list(shown) == names
+    assert all(x + 6.2 * len(name) < WIDTH for name, (x, _) in shown.items())
+    assert len(set(shown.values())) == 5
+    lowest = max(y for _, y in shown.values())
+    assert all(float(dot.get("cy") or 0) > lowest for dot in root.iter("circle"))
 
 
 def test_bars_are_as_tall_as_their_counts_and_stack() -> None:
