@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="with --slurm: check, and tell what would be submitted")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own groups (experiment/, cluster/, ...)")
     parser.add_argument("overrides", nargs="*", help="further key=value for every run, e.g. evaluate.ood_path=DIR")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)  # overrides before and after options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

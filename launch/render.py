@@ -122,7 +122,7 @@ def script(cfg: Config, job: Job, overrides: Sequence[str], log_dir: Path) -> st
     return "\n".join(
         [
             "#!/bin/bash -l",
-            f"# Rendered by `pivotrl launch {job.name}`; run `pivotrl launch {job.name} --dry-run ...` for another.",
+            "# Rendered by launch/render.py from the configuration; `pivotrl launch JOB --dry-run ...` prints another.",
             *header(cfg, job, log_dir),
             f"stages=({' '.join(job.stages)})",
             f"set -- {shlex.join(overrides)}",

@@ -237,11 +237,11 @@ def test_pages_without_records_or_with_foreign_files(tmp_path: Path, capsys: pyt
 
 
 def test_options():
-    args = parse(["--arms", "adv,sft", "--split", "validation", "evaluate.tasks=3"])
+    args = parse(["evaluate.tasks=3", "--arms", "adv,sft", "--split", "validation", "seed=4"])
     assert (args.arms, args.split, args.overrides, args.seeds) == (
         "adv,sft",
         "validation",
-        ["evaluate.tasks=3"],
+        ["evaluate.tasks=3", "seed=4"],
         "0,1,2",
     )
 
