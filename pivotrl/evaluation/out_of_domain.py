@@ -10,6 +10,7 @@ from pivotrl.evaluation.questions import ExactAnswer, Instructions, MultipleChoi
 from pivotrl.evaluation.statistics import wilson
 from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.rendering.chat import Renderer
+from pivotrl.trajectories.thinking import OPEN, split_thinking_text
 
 
 class Scorer(Protocol):
@@ -71,7 +72,7 @@ def _generated(
     groups = engine.generate([prompts[i] for i in fitting], greedy, 1, [0] * len(fitting)) if fitting else []
     right, followed, wanted, cut = [], 0, 0, 0
     for i, (completion,) in zip(fitting, groups, strict=True):
-        row, text = rows[i], renderer.decode(completion.token_ids).rpartition("</think>")[2].strip()
+        row, text = rows[i], _answer(renderer, completion.token_ids)
         cut += completion.finish_reason == "length"
         if isinstance(row, Instructions):
             done, count = kept(text, row)
@@ -84,6 +85,12 @@ def _generated(
     if wanted:
         result["instructions_followed"] = followed / wanted
     return result
+
+
+def _answer(renderer: Renderer, ids: Sequence[int]) -> str:
+    """What follows the thinking: nothing where that was cut, whatever number it happens to name."""
+    text = renderer.decode(ids)
+    return split_thinking_text(f"{OPEN}\n{text}" if renderer.thinking_open else text)[1].strip()
 
 
 def _accuracy(name: str, right: Sequence[bool]) -> dict[str, Any]:

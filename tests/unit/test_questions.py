@@ -31,8 +31,8 @@ def write(path: Path, *rows: Any) -> Path:
 class Letters:
     """Stands for renderer and engine: a text's ids are its characters; answers come from a script."""
 
-    def __init__(self, answers: dict[str, str] | None = None) -> None:
-        self.answers = answers or {}
+    def __init__(self, answers: dict[str, str] | None = None, thinking_open: bool = False) -> None:
+        self.answers, self.thinking_open = answers or {}, thinking_open
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
@@ -78,6 +78,23 @@ def test_sets_of_all_kinds_and_their_mean(tmp_path: Path):
     assert set(found["per_task"]) == {"a/0", "b/0", "c/0"}
     alone = joined({"b": each["b"]})
     assert (alone["name"], alone["accuracy"]) == ("b", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("thinking_open", "text", "right"),
+    [
+        (True, "Is it 1204?", 0.0),  # cut in its thinking: no answer yet
+        (True, "Is it 7? No.</think>1204", 1.0),
+        (True, "1204, surely</think>7", 0.0),
+        (False, "<think>Is it 1204?", 0.0),
+        (False, "<think>Is it 7?</think>1204", 1.0),
+        (False, "1204", 1.0),
+    ],
+)
+def test_only_what_follows_the_thinking_is_an_answer(tmp_path: Path, thinking_open: bool, text: str, right: float):
+    (questions,) = read_sets(str(write(tmp_path / "b.jsonl", EXACT)), 1)
+    engine = Letters({"How many?": text}, thinking_open)
+    assert evaluate_set(questions, engine, engine, 40, 80)["accuracy"] == right  # type: ignore[arg-type]
 
 
 def test_a_folder_leaves_out_files_of_other_rows_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
