@@ -21,6 +21,7 @@ from pivotrl.errors import UserError
 from pivotrl.evaluation.harnesses import HARNESSES, Harness, merged_options, plan
 from pivotrl.generation import serving
 from pivotrl.io import keeps_books, write_json
+from pivotrl.rendering.chat import Renderer
 from pivotrl.setup import start_policy
 from pivotrl.stage_state import benchmark_place
 
@@ -120,10 +121,21 @@ def _base_url(cfg: Config, run_dir: Path, log: Path) -> Iterator[str]:
             "or give benchmark.base_url of a served model"
         )
     port = serving.free_port()
-    parallel, length = cfg.generation.tensor_parallel, cfg.model.context_length
-    command = serving.server_command(folder, b.model, port, length, parallel, cfg.domain.action_format)
-    with serving.served([*command, *b.serve_arguments], port, log) as url:
+    with serving.served([*server_words(cfg, folder, port, log.parent), *b.serve_arguments], port, log) as url:
         yield url
+
+
+def server_words(cfg: Config, folder: Path, port: int, out: Path) -> list[str]:
+    """The command that serves a checkpoint with the template that it is trained and measured with here."""
+    renderer = Renderer(folder, cfg.model.chat_template, cfg.domain.action_format)
+    template = None
+    if renderer.template is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        template = out / "chat_template.jinja"
+        template.write_text(renderer.template, encoding="utf-8")
+    parallel, length = cfg.generation.tensor_parallel, cfg.model.context_length
+    arguments = (folder, cfg.benchmark.model, port, length, parallel, cfg.domain.action_format)
+    return serving.server_command(*arguments, renderer.thinking_open, template)
 
 
 def _run(command: Sequence[str], environment: dict[str, str], out: Path, seconds: float) -> None:

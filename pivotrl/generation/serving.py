@@ -22,12 +22,28 @@ _PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "ll
 
 
 def server_command(
-    folder: Path, model: str, port: int, context_length: int, tensor_parallel: int, action_format: str
+    folder: Path,
+    model: str,
+    port: int,
+    context_length: int,
+    tensor_parallel: int,
+    action_format: str,
+    thinking_open: bool = False,
+    chat_template: Path | None = None,
 ) -> list[str]:
-    """The words that serve `folder` as `model`; tool calls are parsed as `action_format` writes them."""
+    """The words that serve `folder` as `model`; tool calls are parsed as `action_format` writes them.
+
+    `thinking_open`: the template opens the thinking in the prompt, so that what comes before </think> is no part of
+    the message: a harness would show it to its user, and look for calls in it. `chat_template`: a file to use instead
+    of the folder's own.
+    """
     words = [*SERVER, "--model", str(folder), "--served-model-name", model, "--host", "127.0.0.1"]
     words += ["--port", str(port), "--max-model-len", str(context_length)]
     words += ["--tensor-parallel-size", str(tensor_parallel)]
+    if chat_template is not None:
+        words += ["--chat-template", str(chat_template)]
+    if thinking_open:
+        words += ["--reasoning-parser", "deepseek_r1"]  # all before </think> is thinking, with <think> or without
     if parser := _PARSERS.get(action_format):
         words += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     return words

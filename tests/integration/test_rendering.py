@@ -9,7 +9,7 @@ import pytest
 
 from pivotrl.errors import UserError
 from pivotrl.rendering import prompts
-from pivotrl.rendering.chat import Renderer
+from pivotrl.rendering.chat import Renderer, named_template
 from pivotrl.trajectories.reader import Skip, read_trajectories
 from pivotrl.trajectories.schema import Action, ToolCall
 from pivotrl.trajectories.turns import split_turns
@@ -183,6 +183,29 @@ def test_a_template_that_opens_thinking(smollm2_tokenizer: Path, tmp_path: Path)
     prompt = renderer.prompt_text([{"role": "user", "content": "u"}, said, {"role": "user", "content": "v"}], [])
     assert "secret" not in prompt and prompt.endswith("<|im_start|>assistant\n<think>\n")
     assert renderer.parse(renderer.tokenizer.encode("cut off")).problems == ("unclosed_thinking",)
+
+
+def test_a_benchmark_is_served_with_the_template_of_the_run_and_with_thinking_apart(
+    smollm2_tokenizer: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    from pivotrl.configuration import load_config
+    from pivotrl.evaluation.benchmark import server_words
+
+    def words(folder: Path, template: str) -> list[str]:
+        cfg = load_config(["model=tiny_moe", f"model.path={folder}", f"model.chat_template={template}"])
+        return server_words(cfg, folder, 8000, tmp_path / "out")
+
+    named = words(smollm2_tokenizer, "hermes")
+    assert Path(named[named.index("--chat-template") + 1]).read_text() == named_template("hermes")
+    assert "--reasoning-parser" not in named
+    tokenizer = AutoTokenizer.from_pretrained(str(smollm2_tokenizer))
+    tokenizer.chat_template = THINKING
+    tokenizer.save_pretrained(str(tmp_path / "thinks"))
+    own = words(tmp_path / "thinks", "null")
+    assert own[own.index("--reasoning-parser") + 1] == "deepseek_r1"
+    assert "--chat-template" not in own
 
 
 def test_the_rendering_benchmark_compares_every_way(
