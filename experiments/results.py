@@ -18,7 +18,7 @@ from pivotrl.tracking.progress import duration
 
 Arms = dict[str, list[Row]]  # arm -> its records, by seed
 # whose rollouts to equal success are compared
-EQUAL_SUCCESS = tuple((name, "e2e") for name in ("adv", "adv_reprofiled", "adv_long", "mixed"))
+EQUAL_SUCCESS = tuple((name, "e2e") for name in ("adv", "adv_reprofiled", "adv_long", "mixed", "cand"))
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Arms]]:
