@@ -87,22 +87,23 @@ def submit_study(
 class _SeedPlan:
     seed: int
     shared: Standing
-    arms: dict[str, tuple[Arm, Standing | None]]  # None: waits for the arm that it matches
+    arms: list[tuple[Arm, Standing | None]]  # None: waits for the arm that it matches
 
     @classmethod
     def of(cls, study: Study, arms: Sequence[Arm], seed: int, ask: Ask) -> _SeedPlan:
         shared = standing(study.shared_work(seed), ask)
-        found: dict[str, tuple[Arm, Standing | None]] = {}
+        found: list[tuple[Arm, Standing | None]] = []
         for arm in arms:
             study.link(seed, arm)
-            waits = arm.matches is not None and not study.is_evaluated(seed, arm.matches)
-            found[arm.name] = (arm, None if waits else standing(study.arm_work(seed, arm), ask))
+            matched = None if arm.matches is None else study.folder(seed, arm.matches) / "evaluate"
+            waits = matched is not None and not stage_state.is_done(matched)
+            found.append((arm, None if waits else standing(study.arm_work(seed, arm), ask)))
         return cls(seed, shared, found)
 
     def problems(self) -> list[str]:
         """Preflight of all that is to be submitted; arms together with what they share, where that is not done."""
         before = [] if self.shared.done else [self.shared.job]
-        wanted = [s for _, s in self.arms.values() if s is not None and s.open]
+        wanted = [s for _, s in self.arms if s is not None and s.open]
         jobs = [(s, [*before, s.job]) for s in wanted]
         if self.shared.open and not wanted:
             jobs = [(self.shared, before)]
@@ -113,12 +114,12 @@ class _SeedPlan:
         first = _advance(self.shared, [], dry_run)
         after = [first] if first is not None else []
         written = []
-        for name, (arm, found) in self.arms.items():
+        for arm, found in self.arms:
             if found is None:
-                print(f"  {name}: waits for {arm.matches}", flush=True)
+                print(f"  {arm.name}: waits for {arm.matches}", flush=True)
             elif found.done:
                 written.append(study.record(self.seed, arm))
-                print(f"  {name}: done -> {written[-1]}", flush=True)
+                print(f"  {arm.name}: done -> {written[-1]}", flush=True)
             else:
                 _advance(found, after, dry_run)
         return written

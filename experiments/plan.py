@@ -75,9 +75,6 @@ class Study:
                 f"{work.folder}: `pivotrl run` ended with exit {code}; the same command continues from there"
             )
 
-    def is_evaluated(self, seed: int, name: str) -> bool:
-        return (self.folder(seed, name) / "evaluate" / "summary.json").exists()
-
     def record(self, seed: int, arm: Arm) -> Path:
         """Write the record of an arm that has run to its end; returns its place."""
         path = record_path(self.records, self.experiment, arm.name, seed, self.split)

@@ -16,12 +16,11 @@ from launch.render import script
 from pivotrl import fp8, stage_state
 from pivotrl.config import Config
 from pivotrl.errors import UserError
-from pivotrl.stages import STAGES
+from pivotrl.stages import ROLLOUT_STAGES, STAGES, optimizer_section
 from pivotrl.validation import get
 
 _CAPABILITY = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}  # of conf/cluster
 _SBATCH_SECONDS = 30
-_ROLLOUTS = ("train", "e2e")  # stages that train with an engine beside them
 
 
 def unsupported(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
@@ -85,10 +84,10 @@ def fits_memory(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
         )
     world = world_size(cfg)
     for stage in stages:
-        rollouts = stage in _ROLLOUTS
+        rollouts = stage in ROLLOUT_STAGES
         if not STAGES[stage].policy or (not rollouts and get(cfg, f"{stage}.steps") == 0):
             continue
-        section = "algorithm" if rollouts else stage
+        section = optimizer_section(stage)
         optimizer = get(cfg, f"{section}.optimizer")
         parts = memory.training_gib(model, cfg, world, optimizer)
         if rollouts:
@@ -96,7 +95,7 @@ def fits_memory(cfg: Config, stages: Sequence[str]) -> Iterator[str]:
         remedy = "raise parallel.tensor, pipeline, context or expert, or cluster.nodes"
         remedy += "" if optimizer.recompute else f"; set {section}.optimizer.recompute=true"
         yield from _too_much(stage, parts, limit, remedy)
-    if any(stage in stages for stage in _ROLLOUTS):
+    if any(stage in stages for stage in ROLLOUT_STAGES):
         yield from _too_much(
             "the refit", memory.refit_gib(model, cfg, world), limit, "raise generation.tensor_parallel"
         )

@@ -37,7 +37,6 @@ JOB is that of `pivotrl launch`; without one: pipeline.
 
 Example:       pivotrl preflight train experiment=tau2 cluster=h100 model.path=/models/Qwen3-30B-A3B""",
 }
-NO_SBATCH = "no sbatch on this machine: go to a login node, print with --dry-run, or use launch/local.sh"
 _FLAGS = ("dry-run", "follow", "skip-preflight")
 _VALUES = ("after", "config-dir")
 
@@ -110,15 +109,16 @@ def _launch(cfg: Config, jobs: list[Job], overrides: list[str], options: dict[st
         print("\n".join(scripts.values()), end="")
         return 0
     if shutil.which("sbatch") is None:
-        raise UserError(NO_SBATCH)
+        raise UserError("no sbatch on this machine: go to a login node, print with --dry-run, or use launch/local.sh")
     if "skip-preflight" not in options:
         refuse(preflight.problems(cfg, jobs, overrides))
     ids: dict[str, str] = {}
     for job in jobs:
         before = [ids[name] for name in job.after if name in ids] or [i for i in [options.get("after", "")] if i]
-        ids[job.name] = submit(folder / f"{job.name}.sbatch", scripts[job.name], before)
+        path = folder / f"{job.name}.sbatch"
+        ids[job.name] = submit(path, scripts[job.name], before)
         waits = f" after {', '.join(before)}" if before else ""
-        print(f"{job.name}: job {ids[job.name]}{waits}, {folder / job.name}.sbatch", flush=True)
+        print(f"{job.name}: job {ids[job.name]}{waits}, {path}", flush=True)
     if "follow" not in options:
         print(f"Follow with: tail -F {folder}/pivotrl-*.log")
         return 0

@@ -69,7 +69,7 @@ def work_together(items: Sequence[Item], work: Callable[[Sequence[Item]], list[R
 
     rank, world = agree.rank(), agree.world()
     mine = items[len(items) * rank // world : len(items) * (rank + 1) // world]
-    return [result for part in parts(lambda: work(mine)) for result in part]
+    return pooled(lambda: work(mine))[0]
 
 
 def sum_of_all(counts: Mapping[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from pivotrl.config import Config
 from pivotrl.configuration import differences, save_resolved, subset
 from pivotrl.io import write_json
 from pivotrl.profiling.shards import Shard, parse_shard
-from pivotrl.stages import STAGES
+from pivotrl.stages import STAGES, optimizer_section
 from pivotrl.state_folder import StateFolder
 from pivotrl.validation import get
 
@@ -110,7 +110,7 @@ def hindrances(old: Mapping[str, Any], new: Mapping[str, Any], stage: str, done:
     The layout over processes and micro-batches may change (checkpoints know none; results agree up to rounding), and
     so may the number of steps that are ahead, where the learning rate of those behind does not depend on it.
     """
-    keys, section = _STEPS[stage], "algorithm" if stage in ("train", "e2e") else stage
+    keys, section = _STEPS[stage], optimizer_section(stage)
     planned = next((new[k] for k in keys if new.get(k) is not None), None)
     free: tuple[str, ...] = (*_LAYOUT, f"{section}.optimizer.tokens_per_microbatch")
     if new.get(f"{section}.optimizer.schedule") == "constant" and planned is not None and planned >= done:

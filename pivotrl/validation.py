@@ -17,7 +17,7 @@ from pivotrl.errors import UserError
 from pivotrl.layout import stage_layers
 from pivotrl.models.rope import Rope
 from pivotrl.profiling.shards import Shard, parse_shard
-from pivotrl.stages import STAGES
+from pivotrl.stages import ROLLOUT_STAGES, STAGES, optimizer_section
 from pivotrl.strict import suggestion
 from pivotrl.trajectories.flags import FLAGS
 from pivotrl.value_ranges import CHOICES, NOT_NEGATIVE, POSITIVE
@@ -99,14 +99,14 @@ def conflicts(
         if cfg.precision.fp8 is not None and not cuda:
             found.append(f"precision.fp8={cfg.precision.fp8} needs an NVIDIA GPU; this machine has none (use fp8=null)")
         for name in stages if not cuda else []:
-            key = {"train": "algorithm", "e2e": "algorithm"}.get(name, name)
-            if name in ("train", "e2e", "warmup", "sft") and get(cfg, f"{key}.optimizer.cpu_offload"):
+            key = optimizer_section(name)
+            if name in (*ROLLOUT_STAGES, "warmup", "sft") and get(cfg, f"{key}.optimizer.cpu_offload"):
                 found.append(f"{key}.optimizer.cpu_offload=true frees GPU memory, and this machine has no NVIDIA GPU")
     if any("generation" in s.config for s in active) and world % max(cfg.generation.tensor_parallel, 1):
         found.append(
             f"generation.tensor_parallel={cfg.generation.tensor_parallel} does not divide the world size {world}"
         )
-    if any(name in stages for name in ("train", "e2e")):
+    if any(name in stages for name in ROLLOUT_STAGES):
         found += algorithm_checks.sampling_conflicts(cfg.sampling)
         found += algorithm_checks.one_step_off_conflicts(cfg)
     local = [s.name for s in active if s.name in ("evaluate", "e2e")]

@@ -51,14 +51,12 @@ class _Running:
             self.finish(None, f"{type(error).__name__}: {error}\n{where}")
 
 
+def episodes_of(tasks: Sequence[Task], trials: int = 1) -> list[tuple[Task, int]]:
+    """Every task `trials` times: (task, trial), in this order."""
+    return [(task, trial) for task in tasks for trial in range(trials)]
+
+
 def run_episodes(
-    environment: Environment, tasks: Sequence[Task], act: Act, max_turns: int, trials: int = 1
-) -> list[EpisodeResult]:
-    """Play every task `trials` times; results in the order of (task, trial). See `play_episodes`."""
-    return play_episodes(environment, [(task, trial) for task in tasks for trial in range(trials)], act, max_turns)
-
-
-def play_episodes(
     environment: Environment,
     episodes: Sequence[tuple[Task, int]],
     act: Act,

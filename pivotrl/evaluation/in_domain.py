@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pivotrl.environments.base import Environment, Task
-from pivotrl.environments.rollout import EpisodeResult, play_episodes
+from pivotrl.environments.rollout import EpisodeResult, episodes_of, run_episodes
 from pivotrl.evaluation.statistics import interval, pass_at_k, success_row
 from pivotrl.generation.engine import Completion, Engine, Sampling
 from pivotrl.local_rollouts import LocalRoller, State, seed_for
@@ -97,8 +97,8 @@ def play_together(
     Each process plays a share of the episodes. An environment need not answer the same twice (a user's model, a time
     limit): processes that played all of them each for itself would part ways.
     """
-    episodes = [(task, trial) for task in tasks for trial in range(trials)]
-    return work_together(episodes, lambda own: play_episodes(environment, own, actor, max_turns, anyone))
+    episodes = episodes_of(tasks, trials)
+    return work_together(episodes, lambda own: run_episodes(environment, own, actor, max_turns, anyone))
 
 
 def episode_summary(results: Sequence[EpisodeResult]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pivotrl.evaluation.questions import ExactAnswer, Instructions, MultipleChoi
 from pivotrl.evaluation.statistics import wilson
 from pivotrl.generation.engine import Engine, Sampling
 from pivotrl.rendering.chat import Renderer
-from pivotrl.trajectories.thinking import OPEN, split_thinking_text
+from pivotrl.trajectories.thinking import split_thinking_text
 
 
 class Scorer(Protocol):
@@ -89,8 +89,7 @@ def _generated(
 
 def _answer(renderer: Renderer, ids: Sequence[int]) -> str:
     """What follows the thinking: nothing where that was cut, whatever number it happens to name."""
-    text = renderer.decode(ids)
-    return split_thinking_text(f"{OPEN}\n{text}" if renderer.thinking_open else text)[1].strip()
+    return split_thinking_text(renderer.whole_text(ids))[1].strip()
 
 
 def _accuracy(name: str, right: Sequence[bool]) -> dict[str, Any]:

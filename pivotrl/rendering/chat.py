@@ -90,13 +90,16 @@ class Renderer:
         text: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
+    def whole_text(self, ids: Sequence[int]) -> str:
+        """Text of a completion, with the tag of the thinking that the prompt opened."""
+        return f"<think>\n{self.decode(ids)}" if self.thinking_open else self.decode(ids)
+
     def parse(self, ids: Sequence[int], tools: Sequence[JsonDict] = ()) -> Action:
         """The action of a completion's ids; thinking that the prompt opened counts as thinking. Total.
 
         `tools`: those of the state, whose schemas type the values of formats that write them as bare text.
         """
-        text = self.decode(ids)
-        return parse_action(f"<think>\n{text}" if self.thinking_open else text, self.action_format, tools)
+        return parse_action(self.whole_text(ids), self.action_format, tools)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, no special token added."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from pivotrl.errors import UserError
 from pivotrl.io import whole_rows
-from pivotrl.stages import STAGES
+from pivotrl.stages import ROLLOUT_STAGES, STAGES
 from pivotrl.trajectories.turn_lines import with_states
 
 JsonDict = dict[str, Any]
@@ -59,7 +59,7 @@ def load(run_dir: Path) -> RunData:
     for stage in ("warmup", "train", "sft", "e2e"):
         if rows := last_of_each_step(whole_rows(run_dir / stage / "metrics.jsonl")):
             data.metrics[stage] = rows
-    for stage in ("train", "e2e"):
+    for stage in ROLLOUT_STAGES:
         if rows := last_of_each_step(whole_rows(run_dir / stage / "curve.jsonl")):
             data.watched[stage] = rows
     data.groups = list(whole_rows(run_dir / "train" / "groups.jsonl"))

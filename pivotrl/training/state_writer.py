@@ -21,6 +21,7 @@ from pivotrl.io import write_json
 from pivotrl.policy import agree, rng, state
 from pivotrl.policy.policy import MegatronPolicy
 from pivotrl.policy.state_files import Written, checksum, write_index, write_pieces
+from pivotrl.stages import ROLLOUT_STAGES
 from pivotrl.state_folder import STATE, StateFolder, kept, remedy
 from pivotrl.tracking.metrics import METRICS, WANDB_ID
 
@@ -214,7 +215,7 @@ class StateWriter:
     @property
     def exports_best(self) -> bool:
         """Whether the weights of the highest score are to be exported (`watch.export_best`; SFT is not watched)."""
-        return self.cfg.watch.export_best and self.stage in ("train", "e2e")
+        return self.cfg.watch.export_best and self.stage in ROLLOUT_STAGES
 
     def prune(self, finished: bool) -> None:
         """Delete what the configuration does not keep; once the stage has `finished`, all but what is kept for good."""

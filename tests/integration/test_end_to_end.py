@@ -11,7 +11,7 @@ import pytest
 from pivotrl.config import Algorithm
 from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.outfitters import Outfitters
-from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.environments.rollout import EpisodeResult, episodes_of, run_episodes
 from pivotrl.errors import UserError
 from pivotrl.evaluation.in_domain import EngineActor, SampledAction
 from pivotrl.generation.engine import Completion, Sampling
@@ -72,7 +72,7 @@ def test_sequences_are_what_was_sampled_and_share_their_beginnings(smollm2_token
 
     engine = ScriptedEngine(script, stop_token_ids=renderer.stop_token_ids)
     actor = EngineActor(engine, renderer, Sampling(max_new_tokens=64), 2048, 0)
-    results = run_episodes(environment, tasks, actor, max_turns=3, trials=2)
+    results = run_episodes(environment, episodes_of(tasks, 2), actor, max_turns=3)
     for one in results:
         assert [type(a) for a in one.actions] == [SampledAction] * one.turns
         for before, after in zip(one.actions, one.actions[1:], strict=False):

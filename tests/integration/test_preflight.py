@@ -20,29 +20,9 @@ from pivotrl.configuration import load_config
 from pivotrl.rendering.chat import Renderer
 from pivotrl.stages import STAGES
 from pivotrl.verifiers.registry import get_verifier
-from tests.true_configs import NEMOTRON_3_SUPER
+from tests.true_configs import NEMOTRON_3_SUPER, QWEN3_30B_A3B
 
-QWEN3_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "vocab_size": 151936,
-    "max_position_embeddings": 262144,
-    "rope_theta": 10000000,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+QWEN3_30B = {**QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 10000000}  # Thinking-2507
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -11,7 +11,7 @@ from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.equivalence import action_of, effect, equivalent, replay
 from pivotrl.environments.outfitters import Outfitters
 from pivotrl.environments.registry import draw_tasks, get_environment
-from pivotrl.environments.rollout import run_episodes
+from pivotrl.environments.rollout import episodes_of, run_episodes
 from pivotrl.errors import UserError
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
 
@@ -40,7 +40,7 @@ def test_experts_actions_in_lockstep() -> None:
         sizes.append(len(states))
         return expert_act(states)
 
-    results = run_episodes(ENV, TASKS, act, max_turns=12, trials=2)
+    results = run_episodes(ENV, episodes_of(TASKS, 2), act, max_turns=12)
     assert [(r.task.id, r.trial) for r in results] == [(t.id, k) for t in TASKS for k in range(2)]
     assert all(r.outcome is not None and r.outcome.success and r.error is None for r in results)
     for result, expert in zip(results[::2], EXPERTS, strict=True):
@@ -88,7 +88,7 @@ def test_a_broken_episode_is_an_error_and_ends_no_other() -> None:
     def act(states: Any) -> list[Action | None]:
         return [expert_act([s])[0] if len(s[0]) < 40 else None for s in states]
 
-    results = run_episodes(_Broken(where), TASKS, act, max_turns=12)
+    results = run_episodes(_Broken(where), episodes_of(TASKS), act, max_turns=12)
     for result in results:
         if result.task.id in skipped:
             assert result.outcome is None
@@ -102,7 +102,7 @@ def test_a_broken_episode_is_an_error_and_ends_no_other() -> None:
 
 
 def test_a_full_context_is_a_failure_of_the_policy() -> None:
-    results = run_episodes(ENV, TASKS[:3], lambda states: [None] * len(states), max_turns=4)
+    results = run_episodes(ENV, episodes_of(TASKS[:3]), lambda states: [None] * len(states), max_turns=4)
     assert [r.outcome for r in results] == [Outcome(False, "context_full", {"turns": 0})] * 3
     assert all(r.turns == 0 and r.error is None for r in results)
 
@@ -112,9 +112,9 @@ def test_the_engines_own_errors_are_passed_on() -> None:
         raise ConnectionError("engine down")
 
     with pytest.raises(ConnectionError):
-        run_episodes(ENV, TASKS[:2], down, max_turns=4)
+        run_episodes(ENV, episodes_of(TASKS[:2]), down, max_turns=4)
     with pytest.raises(ValueError, match="1 actions for 2"):
-        run_episodes(ENV, TASKS[:2], lambda states: [Action("hi")], max_turns=4)
+        run_episodes(ENV, episodes_of(TASKS[:2]), lambda states: [Action("hi")], max_turns=4)
 
 
 def test_act_cannot_change_an_episode_through_its_messages() -> None:
@@ -123,7 +123,7 @@ def test_act_cannot_change_an_episode_through_its_messages() -> None:
             messages.append({"role": "user", "content": "injected"})
         return [Action("Hello")] * len(states)
 
-    for result in run_episodes(ENV, TASKS[:2], act, max_turns=2):
+    for result in run_episodes(ENV, episodes_of(TASKS[:2]), act, max_turns=2):
         assert all(m["content"] != "injected" for m in result.messages)
 
 

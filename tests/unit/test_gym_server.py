@@ -14,7 +14,7 @@ from json_server import serving
 from pivotrl.environments.base import NoExpert
 from pivotrl.environments.gym_server import GymServer
 from pivotrl.environments.registry import get_environment
-from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.environments.rollout import EpisodeResult, episodes_of, run_episodes
 from pivotrl.errors import UserError
 from pivotrl.io import write_jsonl
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
@@ -81,7 +81,7 @@ def add(n: Any) -> Action:
 
 def play(world: GymServer, *actions: Action, task: str = "nemo_gym-test-0", most: int = 9) -> EpisodeResult:
     left = list(actions)
-    return run_episodes(world, [world.task(task)], lambda states: [left.pop(0) for _ in states], most)[0]
+    return run_episodes(world, episodes_of([world.task(task)]), lambda states: [left.pop(0) for _ in states], most)[0]
 
 
 DONE = Action(text="It is done.")
@@ -111,7 +111,7 @@ def test_episodes_side_by_side_share_nothing(world: GymServer, counter: Counter)
         goals = [int(messages[1]["content"].rsplit(" ", 1)[1][:-1]) for messages, _ in states]
         return [add(g) if m[-1]["role"] == "user" else DONE for g, (m, _) in zip(goals, states, strict=True)]
 
-    results = run_episodes(world, tasks, act, 5, trials=4)
+    results = run_episodes(world, episodes_of(tasks, 4), act, 5)
     assert len(results) == 12
     assert all(r.outcome is not None and r.outcome.success for r in results)
     assert sorted(counter.sessions.values()) == sorted([1, 2, 3] * 4)

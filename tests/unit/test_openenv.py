@@ -15,7 +15,7 @@ import pytest
 from pivotrl.environments.base import NoExpert
 from pivotrl.environments.openenv import OpenEnv
 from pivotrl.environments.registry import get_environment
-from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.environments.rollout import EpisodeResult, episodes_of, run_episodes
 from pivotrl.errors import UserError
 from pivotrl.io import write_jsonl
 from pivotrl.trajectories.schema import Action, JsonDict, ToolCall
@@ -121,7 +121,8 @@ SUBMIT_AND_ADD = Action(tool_calls=(ToolCall("submit", {"answer": "no"}), ToolCa
 
 def play(options: JsonDict, *actions: Action, most: int = 9) -> EpisodeResult:
     world, left = get_environment("openenv", options), list(actions)
-    (played,) = run_episodes(world, [world.task("openenv-test-0")], lambda states: [left.pop(0) for _ in states], most)
+    episodes = episodes_of([world.task("openenv-test-0")])
+    (played,) = run_episodes(world, episodes, lambda states: [left.pop(0) for _ in states], most)
     return played
 
 
@@ -145,7 +146,7 @@ def test_episodes_side_by_side_share_nothing_and_leave_nothing_open(options: Jso
         goals = [int(messages[1]["content"].rsplit(" ", 1)[1][:-1]) for messages, _ in states]
         return [add(g) if m[-1]["role"] == "user" else DONE for g, (m, _) in zip(goals, states, strict=True)]
 
-    results = run_episodes(world, world.tasks("train", 3), act, 5, trials=4)
+    results = run_episodes(world, episodes_of(world.tasks("train", 3), 4), act, 5)
     assert [r.outcome is not None and r.outcome.success for r in results] == [True] * 12
     assert counter.most_open == 12
     until = time.monotonic() + 30  # the server's threads end after ours have hung up

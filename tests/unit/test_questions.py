@@ -43,6 +43,9 @@ class Letters:
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
+    def whole_text(self, ids: list[int]) -> str:
+        return f"<think>\n{self.decode(ids)}" if self.thinking_open else self.decode(ids)
+
     def score(self, prompts: Any, continuations: Any) -> list[list[float]]:
         return [[-1.0 if chr(i) == "x" else -2.0 for i in ids] for ids in continuations]
 

@@ -13,7 +13,7 @@ from pivotrl.environments import registry
 from pivotrl.environments.base import Outcome, Task
 from pivotrl.environments.equivalence import action_of, replay
 from pivotrl.environments.registry import draw_tasks, get_environment
-from pivotrl.environments.rollout import run_episodes
+from pivotrl.environments.rollout import episodes_of, run_episodes
 from pivotrl.environments.shell_tasks import machine
 from pivotrl.environments.shell_tasks.tasks import FAMILIES, MAKER
 from pivotrl.errors import UserError
@@ -180,7 +180,8 @@ def test_loops_and_waits_end(environment: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_a_broken_sandbox_is_an_error_and_no_failure(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = sandbox.Effect(125, b"", b"no space left", {})
     monkeypatch.setattr(sandbox, "run", lambda *_: broken)
-    results = run_episodes(environment, [task_of("find_file")], lambda states: [bash("ls -R .")], max_turns=3)
+    found = episodes_of([task_of("find_file")])
+    results = run_episodes(environment, found, lambda states: [bash("ls -R .")], max_turns=3)
     assert results[0].outcome is None
     assert "no space left" in str(results[0].error)
 

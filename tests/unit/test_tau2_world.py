@@ -19,7 +19,7 @@ from json_server import serving
 from pivotrl.environments import tau2_world
 from pivotrl.environments.base import NoExpert, Outcome
 from pivotrl.environments.registry import draw_tasks, get_environment
-from pivotrl.environments.rollout import EpisodeResult, run_episodes
+from pivotrl.environments.rollout import EpisodeResult, episodes_of, run_episodes
 from pivotrl.environments.tau2_user import user_settings
 from pivotrl.environments.tau2_world import GREETING, Tau2World
 from pivotrl.errors import UserError
@@ -59,7 +59,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Say], Endpoint]
 
 def play(world: Tau2World, task_id: str, *actions: Action) -> EpisodeResult:
     left = list(actions)
-    return run_episodes(world, [world.task(task_id)], lambda states: [left.pop(0) for _ in states], 30)[0]
+    return run_episodes(world, episodes_of([world.task(task_id)]), lambda states: [left.pop(0) for _ in states], 30)[0]
 
 
 def call(name: str, **arguments: object) -> Action:
@@ -99,7 +99,7 @@ def test_what_fails_and_why(actions: list[Action], reason: str | None) -> None:
     task = world.task("tau2-mock-create_task_1")
     left = list(actions)
     most = 1 if reason is None else 30
-    found = run_episodes(world, [task], lambda states: [left.pop(0) for _ in states], most)[0].outcome
+    found = run_episodes(world, episodes_of([task]), lambda states: [left.pop(0) for _ in states], most)[0].outcome
     assert found is not None
     assert found.reason == (reason or "too_many_turns")
     assert found.success == (reason == "ok")
