@@ -85,7 +85,7 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
     equal = [text for pair in EQUAL_SUCCESS if (text := _equal_success(arms, *pair))]
     parts += ["### Rollouts to equal success", *equal] if equal else []
     if sweeps := [n for n in ("adv", *SWEEPS) if n in arms]:
-        parts += ["### One setting changed", _in_domain(arms, sweeps)] if len(sweeps) > 1 else []
+        parts += ["### One setting changed", _in_domain(arms, sweeps, "adv")] if len(sweeps) > 1 else []
     if text := _gamma(arms):
         parts += ["### Signal of the sets before training", text]
     stem = experiment if split == "test" else f"{experiment}-{split}"
@@ -99,16 +99,17 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
     return parts
 
 
-def _in_domain(arms: Arms, names: Sequence[str]) -> str:
-    head = ["arm", "seeds", "greedy", "against SFT", "sampled", "against SFT", "pass@k", "valid calls", "rollout turns"]
-    head += ["time"]
+def _in_domain(arms: Arms, names: Sequence[str], reference: str = "sft") -> str:
+    against = f"against {ARMS[reference].title}"
+    head = ["arm", "seeds", "greedy", against, "sampled", against, "pass@k", "valid calls", "rollout turns", "time"]
     rows = []
     for name in names:
         records = arms[name]
         success = []
         for mode in ("greedy", "sampled"):
-            ours, theirs = (stats.per_task(r, mode) for r in (records, arms.get("sft", [])))
-            success += [_share(stats.estimate(ours)), _points(stats.paired(ours, theirs) if name != "sft" else None)]
+            ours, theirs = (stats.per_task(r, mode) for r in (records, arms.get(reference, [])))
+            change = stats.paired(ours, theirs) if name != reference else None
+            success += [_share(stats.estimate(ours)), _points(change)]
         rollouts = [stats.budget(r, "rollouts") for r in records]
         seconds = [stats.budget(r, "seconds") for r in records]
         rows.append(

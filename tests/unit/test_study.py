@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,23 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
     assert "| 288 | 1280 | 4.4 |" in text
     again = write_results(study.records, page)
     assert again == text
+
+
+def test_a_sweep_stands_beside_what_it_changes(study: Study, tmp_path: Path):
+    sweep = replace(study, split="validation")
+    run_study(sweep, chosen(["adv", "adv_group_4"]), [0])
+    swept = sweep.records / "study_outfitters-adv_group_4-seed0-validation.json"
+    record = read_json(swept)
+    record["policy"]["greedy"]["per_task"] = dict.fromkeys(record["policy"]["greedy"]["per_task"], 1.0)
+    write_json(swept, record)
+    text = write_results(study.records, tmp_path / "results.md")
+    right = sum(read_json(swept)["policy"]["sampled"]["per_task"].values())
+    assert "## study_outfitters, validation tasks" in text
+    table = text.split("### One setting changed")[1]
+    assert table.count("against PivotRL (adv, functional)") == 2
+    row = next(line for line in table.splitlines() if line.startswith("| G 4 |"))
+    assert f"| G 4 | 1 | 100.0 % [100.0, 100.0] | {100 * (1 - right / 12):+.1f} [" in row
+    assert "| +0.0 [+0.0, +0.0] |" in row
 
 
 def test_arms_of_a_seed_with_different_start_policies_are_not_compared(study: Study):
