@@ -92,6 +92,8 @@ class _SeedPlan:
     @classmethod
     def of(cls, study: Study, arms: Sequence[Arm], seed: int, ask: Ask) -> _SeedPlan:
         shared = standing(study.shared_work(seed), ask)
+        if shared.done:
+            study.require_start(seed)
         found: list[tuple[Arm, Standing | None]] = []
         for arm in arms:
             study.link(seed, arm)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.arms import Arm
-from experiments.record import make_record, matched_kl, record_path
+from experiments.record import make_record, matched_kl, record_path, start_policy
 from pivotrl.errors import UserError
-from pivotrl.io import write_json
+from pivotrl.io import read_json, write_json
 
 SHARED_STAGES = ("turns", "warmup", "profile")
 Start = Callable[[Sequence[str]], int]  # overrides of `pivotrl run` -> exit code
@@ -74,6 +74,20 @@ class Study:
             raise UserError(
                 f"{work.folder}: `pivotrl run` ended with exit {code}; the same command continues from there"
             )
+
+    def require_start(self, seed: int) -> None:
+        """Raises UserError where a record of this seed is of another pi_0, before the arms have cost their hours."""
+        ours = start_policy(self.folder(seed, "shared"))
+        for path in sorted(self.records.glob("*.json")):
+            record = read_json(path)
+            if (record.get("experiment"), record.get("seed")) != (self.experiment, seed):
+                continue
+            if record["start_policy"] != ours:
+                raise UserError(
+                    f"{path} starts from another policy ({record['start_policy']}) than {self.folder(seed, 'shared')} "
+                    f"({ours}), so that seed {seed} could not be compared. One seed gives the same pi_0 only with the "
+                    "same settings, libraries and kind of processor: take another seed, or another folder (--records)"
+                )
 
     def record(self, seed: int, arm: Arm) -> Path:
         """Write the record of an arm that has run to its end; returns its place."""

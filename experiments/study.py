@@ -30,6 +30,7 @@ def run_study(study: Study, arms: Sequence[Arm], seeds: Sequence[int], hours: fl
     written: list[Path] = []
     for seed in seeds:
         study.run(study.shared_work(seed))
+        study.require_start(seed)
         for arm in arms:
             if hours is not None and time.monotonic() - started > hours * 3600:
                 print(

@@ -156,6 +156,17 @@ def test_arms_share_what_is_made_once_and_are_recorded(study: Study):
     assert record["profile"]["right_of_scored"] == {"0/8": 1, "2/8": 1, "6/8": 1, "8/8": 1}
 
 
+def test_a_seed_that_starts_elsewhere_than_its_records_is_refused_before_its_arms(study: Study):
+    (path,) = run_study(study, chosen(["base"]), [1])
+    write_json(path, {**read_json(path), "start_policy": "of another machine"})
+    before = len(calls(study))
+    run_study(study, chosen(["base"]), [10])  # another seed, whose record's name begins alike
+    with pytest.raises(UserError, match=r"base-seed1\.json starts from another policy .*same settings.*--records"):
+        run_study(study, chosen(["adv"]), [1])
+    assert [folder for folder, _ in calls(study)[before:]] == ["seed10/shared", "seed10/base", "seed1/shared"]
+    run_study(replace(study, records=study.records / "mine"), chosen(["adv"]), [1])
+
+
 def test_rollouts_of_a_new_profile_count(study: Study):
     run_study(study, chosen(["adv", "adv_reprofiled"]), [0])
     static, renewed = (read_json(study.records / f"study_outfitters-{a}-seed0.json") for a in ("adv", "adv_reprofiled"))

@@ -19,7 +19,7 @@ from pivotrl import stage_state
 from pivotrl.config import Config
 from pivotrl.configuration import load_config
 from pivotrl.errors import UserError
-from pivotrl.io import read_json
+from pivotrl.io import read_json, write_json
 from tests.unit.test_study import FakePivotrl
 
 ARMS = chosen(["base", "adv", "sft_kl"])
@@ -140,3 +140,13 @@ def test_without_slurm_the_next_step_is_told(
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main(["--slurm", "--root", str(tmp_path)]) == 2
     assert "go to a login node, or leave --slurm out" in capsys.readouterr().err
+
+
+def test_records_of_another_start_stop_the_study_before_more_jobs(slurm: Slurm, study: Study) -> None:
+    base = chosen(["base"])
+    submit_study(study, base, [0], ask=slurm.ask)
+    slurm.run(study, "100")
+    write_json(study.records / "theirs.json", {"experiment": study.experiment, "seed": 0, "start_policy": "other"})
+    with pytest.raises(UserError, match=r"theirs\.json starts from another policy"):
+        submit_study(study, chosen(["base", "sft"]), [0], ask=slurm.ask)
+    assert len(slurm.jobs) == 2
