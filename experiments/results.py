@@ -76,16 +76,26 @@ def write_results(records: Path, page: Path) -> str:
 def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) -> list[str]:
     seeds = sorted({r["seed"] for rows in arms.values() for r in rows})
     parts = [f"## {experiment}, {split} tasks", f"Seeds: {', '.join(map(str, seeds))}."]
-    parts += ["### In the domain", _in_domain(arms, [n for n in MAIN if n in arms])]
-    parts += ["### Where it succeeds, and how it fails", _by_family(arms, [n for n in MAIN if n in arms])]
-    if any(r["policy"].get("ood") for rows in arms.values() for r in rows):
-        parts += ["### Outside it", _out_of_domain(arms, [n for n in MAIN if n in arms])]
+    main, sweeps = ([n for n in group if n in arms] for group in (MAIN, SWEEPS))
+    compared = main != ["adv"] or not sweeps  # else adv is here only beside its own sweep
+    if compared:
+        parts += ["### In the domain", _in_domain(arms, main)]
+        parts += ["### Where it succeeds, and how it fails", _by_family(arms, main)]
+        if any(r["policy"].get("ood") for rows in arms.values() for r in rows):
+            parts += ["### Outside it", _out_of_domain(arms, main)]
+    if "adv" in main and sweeps:
+        parts += ["### One setting changed", _in_domain(arms, ["adv", *sweeps], "adv")]
     if text := _watched(arms):
         parts += ["### While training", text]
+    if compared:
+        parts += _compared_while_training(experiment, split, arms, folder, page)
+    return [*parts, "### Records", _records(arms)]
+
+
+def _compared_while_training(experiment: str, split: str, arms: Arms, folder: Path, page: Path) -> list[str]:
+    """What the arms cost and what signal they had, and the figures, which are written to `folder`."""
     equal = [text for pair in EQUAL_SUCCESS if (text := _equal_success(arms, *pair))]
-    parts += ["### Rollouts to equal success", *equal] if equal else []
-    if sweeps := [n for n in ("adv", *SWEEPS) if n in arms]:
-        parts += ["### One setting changed", _in_domain(arms, sweeps, "adv")] if len(sweeps) > 1 else []
+    parts = ["### Rollouts to equal success", *equal] if equal else []
     if text := _gamma(arms):
         parts += ["### Signal of the sets before training", text]
     stem = experiment if split == "test" else f"{experiment}-{split}"
@@ -95,7 +105,6 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
             path.write_text(figures.standalone(svg), encoding="utf-8")
             place = path.relative_to(page.parent) if path.is_relative_to(page.parent) else path
             parts.append(f"![{title}]({place})\n\n{title}.")
-    parts += ["### Records", _records(arms)]
     return parts
 
 

@@ -232,6 +232,8 @@ def test_a_sweep_stands_beside_what_it_changes(study: Study, tmp_path: Path):
     text = write_results(study.records, tmp_path / "results.md")
     right = sum(read_json(swept)["policy"]["sampled"]["per_task"].values())
     assert "## study_outfitters, validation tasks" in text
+    assert "### In the domain" not in text  # a lone arm is compared to its sweep alone
+    assert not list(study.records.glob("*.svg"))
     table = text.split("### One setting changed")[1]
     assert table.count("against PivotRL (adv, functional)") == 2
     row = next(line for line in table.splitlines() if line.startswith("| G 4 |"))
