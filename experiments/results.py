@@ -17,6 +17,7 @@ from pivotrl.io import read_json
 from pivotrl.tracking.progress import duration
 
 Arms = dict[str, list[Row]]  # arm -> its records, by seed
+_MODES = ("greedy", "sampled", "ood")
 # whose rollouts to equal success are compared
 EQUAL_SUCCESS = tuple((name, "e2e") for name in ("adv", "adv_reprofiled", "adv_long", "mixed", "cand"))
 
@@ -80,6 +81,8 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
     compared = main != ["adv"] or not sweeps  # else adv is here only beside its own sweep
     if compared:
         parts += ["### In the domain", _in_domain(arms, main)]
+        if "adv" in main and len(main) > 1:
+            parts += ["### Against PivotRL on the same seeds and tasks", _against(arms, main, "adv")]
         parts += ["### Where it succeeds, and how it fails", _by_family(arms, main)]
         if any(r["policy"].get("ood") for rows in arms.values() for r in rows):
             parts += ["### Outside it", _out_of_domain(arms, main)]
@@ -124,7 +127,7 @@ def _in_domain(arms: Arms, names: Sequence[str], reference: str = "sft") -> str:
         rows.append(
             [
                 ARMS[name].title,
-                str(len(records)),
+                _seeds(records),
                 *success,
                 _pass_at(records),
                 _percent(stats.mean_of(records, "policy", "greedy", "tool_calls", "share")),
@@ -133,6 +136,22 @@ def _in_domain(arms: Arms, names: Sequence[str], reference: str = "sft") -> str:
             ]
         )
     return table(head, rows)
+
+
+def _against(arms: Arms, names: Sequence[str], reference: str) -> str:
+    """Paired differences to one arm, which is what an ablation asks; only seeds that both have."""
+    of_reference = {r["seed"] for r in arms[reference]}
+    rows = []
+    for name in (n for n in names if n != reference):
+        if shared := [r for r in arms[name] if r["seed"] in of_reference]:
+            pairs = [(stats.per_task(shared, m), stats.per_task(arms[reference], m)) for m in _MODES]
+            rows.append([ARMS[name].title, _seeds(shared), *(_points(stats.paired(*pair)) for pair in pairs)])
+    return table(["arm", "seeds", "greedy", "sampled", "outside the domain"], rows)
+
+
+def _seeds(records: Sequence[Row]) -> str:
+    """Which ones: start policies of different seeds differ, so that only arms of the same seeds compare as they are."""
+    return ", ".join(str(r["seed"]) for r in records)
 
 
 def _by_family(arms: Arms, names: Sequence[str]) -> str:
@@ -187,14 +206,15 @@ def _watched(arms: Arms) -> str:
     """
     rows = []
     for name in (n for n in (*MAIN, *SWEEPS) if n in arms):
-        curves = [[point for point in r["curve"] if point["success"] is not None] for r in arms[name] if r.get("curve")]
-        if not (curves := [points for points in curves if points]):
+        found = [(r, [point for point in r.get("curve", []) if point["success"] is not None]) for r in arms[name]]
+        if not (found := [(record, points) for record, points in found if points]):
             continue
+        curves = [points for _, points in found]
         best = [max(points, key=lambda point: point["success"]) for points in curves]
         looks = ([points[0] for points in curves], best, [points[-1] for points in curves])
         means = [sum(point["success"] for point in look) / len(look) for look in looks]
         steps = ", ".join(str(point["step"]) for point in best)
-        rows.append([ARMS[name].title, str(len(curves)), *map(_percent, means), steps])
+        rows.append([ARMS[name].title, _seeds([r for r, _ in found]), *map(_percent, means), steps])
     head = ["arm", "seeds", "watched success, start", "best look", "last look", "step of the best, by seed"]
     return table(head, rows) if rows else ""
 

@@ -205,8 +205,9 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
     page = tmp_path / "results.md"
     assert main(["--records", str(study.records), "--page", str(page)]) == 0
     text = page.read_text()
-    assert all(f"| {ARMS[name].title} | 2 |" in text for name in MAIN)
+    assert all(f"| {ARMS[name].title} | 0, 1 |" in text for name in MAIN)
     assert "beta 0.01" in text
+    assert "| end-to-end RL | 0, 1 | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] |" in text
     assert "| arm | cancel | refuse | fails most by |" in text
     assert "| SFT | 50.0 % | 10.0 % | wrong_order 25.0 %, told_nobody 20.8 % |" in text
     assert text.count("-seed1.json`") == len(MAIN) + 1
@@ -216,7 +217,7 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
         assert f"(records/study_outfitters-{name}.svg)" in text
     # Both curves are the same but for rollouts: 64 a step after a profile of 32, against 320 a step.
     assert "| 60.0 % |" not in text.split("### While training")[0]
-    assert "| PivotRL (adv, functional) | 2 | 20.0 % | 60.0 % | 60.0 % | 4, 4 |" in text
+    assert "| PivotRL (adv, functional) | 0, 1 | 20.0 % | 60.0 % | 60.0 % | 4, 4 |" in text
     assert "| 288 | 1280 | 4.4 |" in text
     again = write_results(study.records, page)
     assert again == text
@@ -237,7 +238,7 @@ def test_a_sweep_stands_beside_what_it_changes(study: Study, tmp_path: Path):
     table = text.split("### One setting changed")[1]
     assert table.count("against PivotRL (adv, functional)") == 2
     row = next(line for line in table.splitlines() if line.startswith("| G 4 |"))
-    assert f"| G 4 | 1 | 100.0 % [100.0, 100.0] | {100 * (1 - right / 12):+.1f} [" in row
+    assert f"| G 4 | 0 | 100.0 % [100.0, 100.0] | {100 * (1 - right / 12):+.1f} [" in row
     assert "| +0.0 [+0.0, +0.0] |" in row
 
 
