@@ -77,14 +77,15 @@ class Study:
 
     def require_start(self, seed: int) -> None:
         """Raises UserError where a record of this seed is of another pi_0, before the arms have cost their hours."""
-        ours = start_policy(self.folder(seed, "shared"))
+        shared = self.folder(seed, "shared")
+        ours = start_policy(read_json(shared / "profile" / "summary.json"))
         for path in sorted(self.records.glob("*.json")):
             record = read_json(path)
             if (record.get("experiment"), record.get("seed")) != (self.experiment, seed):
                 continue
             if record["start_policy"] != ours:
                 raise UserError(
-                    f"{path} starts from another policy ({record['start_policy']}) than {self.folder(seed, 'shared')} "
+                    f"{path} starts from another policy ({record['start_policy']}) than {shared} "
                     f"({ours}), so that seed {seed} could not be compared. One seed gives the same pi_0 only with the "
                     "same settings, libraries and kind of processor: take another seed, or another folder (--records)"
                 )

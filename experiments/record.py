@@ -35,7 +35,7 @@ def make_record(experiment: str, arm: Arm, seed: int, folder: Path, shared: Path
         "version": __version__,
         "split": evaluated.get("split", "test"),
         "environment": f"{evaluated['environment']} {evaluated['environment_version']}",
-        "start_policy": start_policy(profile_folder.parent),  # the arms of a seed must share it
+        "start_policy": start_policy(profile),  # the arms of a seed must share it
         "policy": evaluated["policies"][arm.policy],
         "profile": {"rollouts": profile["rollouts"], "seconds": _engine_seconds(profile), **_profile(profile_folder)},
         "profiled": arm.profiled,
@@ -48,9 +48,9 @@ def make_record(experiment: str, arm: Arm, seed: int, folder: Path, shared: Path
     return record
 
 
-def start_policy(folder: Path) -> str:
-    """The hash of pi_0's weights, of the run in `folder`."""
-    return str(read_json(folder / "profile" / "summary.json")["fingerprint"]["weights"])
+def start_policy(profile: Row) -> str:
+    """The hash of the weights of pi_0, which a profile's summary holds."""
+    return str(profile["fingerprint"]["weights"])
 
 
 def _engine_seconds(profile: Row) -> float:

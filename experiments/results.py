@@ -17,7 +17,6 @@ from pivotrl.io import read_json
 from pivotrl.tracking.progress import duration
 
 Arms = dict[str, list[Row]]  # arm -> its records, by seed
-_MODES = ("greedy", "sampled", "ood")
 # whose rollouts to equal success are compared
 EQUAL_SUCCESS = tuple((name, "e2e") for name in ("adv", "adv_reprofiled", "adv_long", "mixed", "cand"))
 
@@ -91,17 +90,22 @@ def _section(experiment: str, split: str, arms: Arms, folder: Path, page: Path) 
     if text := _watched(arms):
         parts += ["### While training", text]
     if compared:
-        parts += _compared_while_training(experiment, split, arms, folder, page)
+        parts += _costs_and_signal(arms)
+        parts += _figures(experiment if split == "test" else f"{experiment}-{split}", arms, folder, page)
     return [*parts, "### Records", _records(arms)]
 
 
-def _compared_while_training(experiment: str, split: str, arms: Arms, folder: Path, page: Path) -> list[str]:
-    """What the arms cost and what signal they had, and the figures, which are written to `folder`."""
+def _costs_and_signal(arms: Arms) -> list[str]:
     equal = [text for pair in EQUAL_SUCCESS if (text := _equal_success(arms, *pair))]
     parts = ["### Rollouts to equal success", *equal] if equal else []
     if text := _gamma(arms):
         parts += ["### Signal of the sets before training", text]
-    stem = experiment if split == "test" else f"{experiment}-{split}"
+    return parts
+
+
+def _figures(stem: str, arms: Arms, folder: Path, page: Path) -> list[str]:
+    """Write the figures to `folder`; returns the page's references to them."""
+    parts = []
     for name, title, svg in figures.all_figures(arms):
         if svg:
             path = folder / f"{stem}-{name}.svg"
@@ -119,9 +123,8 @@ def _in_domain(arms: Arms, names: Sequence[str], reference: str = "sft") -> str:
         records = arms[name]
         success = []
         for mode in ("greedy", "sampled"):
-            ours, theirs = (stats.per_task(r, mode) for r in (records, arms.get(reference, [])))
-            change = stats.paired(ours, theirs) if name != reference else None
-            success += [_share(stats.estimate(ours)), _points(change)]
+            found = stats.estimate(stats.per_task(records, mode))
+            success += [_share(found), _change(arms, name, reference, mode)]
         rollouts = [stats.budget(r, "rollouts") for r in records]
         seconds = [stats.budget(r, "seconds") for r in records]
         rows.append(
@@ -144,9 +147,17 @@ def _against(arms: Arms, names: Sequence[str], reference: str) -> str:
     rows = []
     for name in (n for n in names if n != reference):
         if shared := [r for r in arms[name] if r["seed"] in of_reference]:
-            pairs = [(stats.per_task(shared, m), stats.per_task(arms[reference], m)) for m in _MODES]
-            rows.append([ARMS[name].title, _seeds(shared), *(_points(stats.paired(*pair)) for pair in pairs)])
+            changes = [_change(arms, name, reference, mode) for mode in ("greedy", "sampled", "ood")]
+            rows.append([ARMS[name].title, _seeds(shared), *changes])
     return table(["arm", "seeds", "greedy", "sampled", "outside the domain"], rows)
+
+
+def _change(arms: Arms, name: str, reference: str, mode: str) -> str:
+    """The paired difference of two arms, on the seeds and tasks that both have."""
+    if name == reference:
+        return _points(None)
+    ours, theirs = (stats.per_task(arms.get(arm, []), mode) for arm in (name, reference))
+    return _points(stats.paired(ours, theirs))
 
 
 def _seeds(records: Sequence[Row]) -> str:
@@ -186,9 +197,8 @@ def _out_of_domain(arms: Arms, names: Sequence[str]) -> str:
     rows = []
     for name in names:
         records = arms[name]
-        base = arms.get("base", [])
-        change = stats.paired(stats.per_task(records, "ood"), stats.per_task(base, "ood")) if name != "base" else None
-        row = [ARMS[name].title, _share(stats.estimate(stats.per_task(records, "ood"))), _points(change)]
+        found = stats.estimate(stats.per_task(records, "ood"))
+        row = [ARMS[name].title, _share(found), _change(arms, name, "base", "ood")]
         row += [_percent(stats.mean_of(records, "policy", "ood", "sets", s, "accuracy")) for s in sets]
         for kind in ("kl_unrelated", "kl_in_domain"):
             value = stats.mean_of(records, "policy", "drift", kind, "kl")
@@ -206,15 +216,15 @@ def _watched(arms: Arms) -> str:
     """
     rows = []
     for name in (n for n in (*MAIN, *SWEEPS) if n in arms):
-        found = [(r, [point for point in r.get("curve", []) if point["success"] is not None]) for r in arms[name]]
-        if not (found := [(record, points) for record, points in found if points]):
+        looked = {r["seed"]: [p for p in r.get("curve", []) if p["success"] is not None] for r in arms[name]}
+        if not (looked := {seed: points for seed, points in looked.items() if points}):
             continue
-        curves = [points for _, points in found]
+        curves = list(looked.values())
         best = [max(points, key=lambda point: point["success"]) for points in curves]
         looks = ([points[0] for points in curves], best, [points[-1] for points in curves])
         means = [sum(point["success"] for point in look) / len(look) for look in looks]
         steps = ", ".join(str(point["step"]) for point in best)
-        rows.append([ARMS[name].title, _seeds([r for r, _ in found]), *map(_percent, means), steps])
+        rows.append([ARMS[name].title, ", ".join(map(str, looked)), *map(_percent, means), steps])
     head = ["arm", "seeds", "watched success, start", "best look", "last look", "step of the best, by seed"]
     return table(head, rows) if rows else ""
 

@@ -12,8 +12,8 @@ from pivotrl.config import Config
 
 StageFunction = Callable[[Config, Path], Mapping[str, Any]]
 
-# Memory and overlap of a training step; a run that has died of one of them goes on with another value.
 ROLLOUT_STAGES = ("train", "e2e")  # train with an engine beside them, with the loss and optimizer of `algorithm`
+# Memory and overlap of a training step; a run that has died of one of them goes on with another value.
 _HOW_TO_STEP = ("recompute", "cpu_offload", "overlap_grad_reduce", "overlap_param_gather", "max_nonfinite_steps")
 # Keys that never change what a stage computes, so that a resumed run may change them. (`watch`: see `subset`.)
 BENIGN_KEYS = (

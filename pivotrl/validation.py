@@ -98,9 +98,9 @@ def conflicts(
         found += [*_layout(cfg, world), *_batches(cfg, world, stages)]
         if cfg.precision.fp8 is not None and not cuda:
             found.append(f"precision.fp8={cfg.precision.fp8} needs an NVIDIA GPU; this machine has none (use fp8=null)")
-        for name in stages if not cuda else []:
+        for name in [s.name for s in active if s.policy and not cuda]:
             key = optimizer_section(name)
-            if name in (*ROLLOUT_STAGES, "warmup", "sft") and get(cfg, f"{key}.optimizer.cpu_offload"):
+            if get(cfg, f"{key}.optimizer.cpu_offload"):
                 found.append(f"{key}.optimizer.cpu_offload=true frees GPU memory, and this machine has no NVIDIA GPU")
     if any("generation" in s.config for s in active) and world % max(cfg.generation.tensor_parallel, 1):
         found.append(

@@ -17,6 +17,7 @@ from typing import Any
 from pivotrl.errors import UserError
 from pivotrl.rendering.parsing import format_action, get_action_format, parse_action
 from pivotrl.trajectories.schema import Action, JsonDict
+from pivotrl.trajectories.thinking import CLOSE, OPEN
 
 CACHED_PROMPTS = 512  # rendered states whose ids are kept: the G or K samples of a turn ask for them again
 PROBE_NAME = "probe_tool_7f3"
@@ -81,7 +82,7 @@ class Renderer:
         prompt, ended by the end-of-turn id."""
         text = format_action(action, self.action_format)
         if self.thinking_open:  # the prompt has already opened the block
-            text = text.removeprefix("<think>\n") if action.thinking else f"\n</think>\n\n{text}"
+            text = text.removeprefix(f"{OPEN}\n") if action.thinking else f"\n{CLOSE}\n\n{text}"
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.end_of_turn_id]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -92,7 +93,7 @@ class Renderer:
 
     def whole_text(self, ids: Sequence[int]) -> str:
         """Text of a completion, with the tag of the thinking that the prompt opened."""
-        return f"<think>\n{self.decode(ids)}" if self.thinking_open else self.decode(ids)
+        return f"{OPEN}\n{self.decode(ids)}" if self.thinking_open else self.decode(ids)
 
     def parse(self, ids: Sequence[int], tools: Sequence[JsonDict] = ()) -> Action:
         """The action of a completion's ids; thinking that the prompt opened counts as thinking. Total.
