@@ -21,6 +21,7 @@ from pivotrl.errors import UserError
 from pivotrl.evaluation.harnesses import HARNESSES, Harness, merged_options, plan
 from pivotrl.generation import serving
 from pivotrl.io import keeps_books, write_json
+from pivotrl.ports import free_port
 from pivotrl.rendering.chat import Renderer
 from pivotrl.setup import start_policy
 from pivotrl.stage_state import benchmark_place
@@ -120,7 +121,7 @@ def _base_url(cfg: Config, run_dir: Path, log: Path) -> Iterator[str]:
             f"benchmark.policy={b.policy}: no checkpoint at {folder}: run `pivotrl {stage} run_dir={run_dir}` first, "
             "or give benchmark.base_url of a served model"
         )
-    port = serving.free_port()
+    port = free_port()
     with serving.served([*server_words(cfg, folder, port, log.parent), *b.serve_arguments], port, log) as url:
         yield url
 

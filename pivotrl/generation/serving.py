@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -63,12 +62,6 @@ def served(command: Sequence[str], port: int, log: Path, start_seconds: float = 
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         _end(process)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float) -> None:

@@ -24,10 +24,10 @@ from pivotrl.config import Config
 from pivotrl.generation.engine import Engine
 from pivotrl.generation.server_files import FileSender
 from pivotrl.generation.server_weights import NcclSender
-from pivotrl.generation.serving import free_port
 from pivotrl.io import read_jsonl
 from pivotrl.local_rollouts import State
 from pivotrl.policy import agree
+from pivotrl.ports import free_port
 from pivotrl.refit.layout import EngineLayout
 from pivotrl.rollouts import Rollout
 from pivotrl.training.handover import Handover, Trainer

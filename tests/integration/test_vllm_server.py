@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pivotrl.generation.engine import Completion, RefitError, Sampling
 from pivotrl.generation.server_engine import ServerEngine
 from pivotrl.generation.server_files import FileSender
 from pivotrl.io import read_jsonl, write_json, write_jsonl
+from pivotrl.ports import free_port
 from tests.tiny_models import save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -50,9 +50,7 @@ def folder(folders: tuple[Path, Path]) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     pytest.importorskip("vllm")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "tiny"]
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(LENGTH), "--max-num-seqs", "8"]
     options += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--port", str(port)]

@@ -20,6 +20,7 @@ from pivotrl.evaluation import benchmark
 from pivotrl.evaluation.harnesses import HARNESSES, plan
 from pivotrl.generation import serving
 from pivotrl.io import read_json
+from pivotrl.ports import free_port
 
 VALUES = {
     "python": "python",
@@ -223,7 +224,7 @@ def test_a_server_is_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.Mo
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     monkeypatch.setattr(serving, "SERVER", (sys.executable, str(script)))
-    port = serving.free_port()
+    port = free_port()
     command = serving.server_command(tmp_path, "pivotrl", port, 4096, 2, "hermes")
     assert command[-3:] == ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     with serving.served(command, port, tmp_path / "log") as url:
