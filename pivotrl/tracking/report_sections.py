@@ -21,6 +21,7 @@ COLORS = {
 POLICY_COLORS = {"base": "#7b8494", "sft": "#c77d1e", "pivotrl": "#0f8a7e", "e2e": "#8a4fbf"}
 _LINE_COLORS = ("#0f8a7e", "#c77d1e", "#3b6fd4", "#a5477f", "#7b8494")
 _MESSAGE_CHARS = 900
+_MOST_STEPS = 32  # bins of the means of K rollouts; of more they are not told apart
 
 # Curves of the loop: title and the metrics it shows (those that a run has), with short names for the legend.
 _CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -109,7 +110,8 @@ def _color(row: JsonDict, threshold: float) -> str:
 
 
 def _mean_histogram(rows: Sequence[JsonDict], threshold: float) -> str:
-    """Turns by mean reward, in eleven bins centred on 0, 0.1, ..., 1, stacked by what they are."""
+    """Turns by mean reward, stacked by what they are: a bin on each j/K, where the means of binary rewards lie."""
+    steps = min(max((r.get("n", 0) for r in rows), default=0) or 10, _MOST_STEPS)
     kinds = (
         ("all wrong", "all wrong"),
         ("mixed", "mixed, below λ"),
@@ -117,15 +119,12 @@ def _mean_histogram(rows: Sequence[JsonDict], threshold: float) -> str:
         ("all right", "all right"),
     )
     bars = []
-    for i in range(11):
-        inside = [r for r in rows if min(int(r["mean"] * 10 + 0.5), 10) == i]
+    for i in range(steps + 1):
+        inside = [r for r in rows if int(r["mean"] * steps + 0.5) == i]
         for color, name in kinds:
             count = sum(_color(r, threshold) == COLORS[color] for r in inside)
-            bars.append(
-                charts.Bar(
-                    (i - 0.5) / 10, (i + 0.5) / 10, count, COLORS[color], f"{count} turns {name}, mean near {i / 10:g}"
-                )
-            )
+            title = f"{count} turns {name}, mean near {i / steps:.3g}"
+            bars.append(charts.Bar((i - 0.5) / steps, (i + 0.5) / steps, count, COLORS[color], title))
     return charts.histogram(bars, "mean reward", "turns")
 
 

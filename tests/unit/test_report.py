@@ -63,6 +63,16 @@ def test_full_run_shows_every_section(tmp_path: Path) -> None:
     assert "864\u202f000" in text  # prompt tokens of the profile in the ledger
 
 
+def test_every_mean_that_k_rollouts_can_have_is_a_bin(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    data = report_data.load(tmp_path)
+    titles = re.findall(r"<title>(\d+) turns [^<]*, mean near ([\d.]+)<", report.render(data))
+    means = [r["mean"] for r in data.profile if r["mean"] is not None]
+    assert {near for _, near in titles} == {f"{j / 8:.3g}" for j in range(9)}
+    for j in range(9):
+        assert sum(int(n) for n, near in titles if near == f"{j / 8:.3g}") == means.count(j / 8), j
+
+
 def cells(text: str, first: str) -> list[str]:
     """The cells of the table line that begins with `first`, without tags."""
     line = next(m[1] for m in re.finditer(r"<tr>(.*?)</tr>", text, re.DOTALL) if re.match(f"<td[^>]*>{first}<", m[1]))
