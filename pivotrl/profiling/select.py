@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from pivotrl.profiling import theory
 from pivotrl.profiling.choose import Candidates, Terms, choose, is_narrowed
 from pivotrl.profiling.evidence import learn
 from pivotrl.profiling.statistics import vary
+from pivotrl.tracking.actions import tool_of, warning
 
 Row = dict[str, Any]
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # for which the expected share of informative groups is told
@@ -112,6 +114,7 @@ class _Tally:
         self.lambda_diff = lambda_diff
         self.turns = self.all_right = self.all_wrong = 0
         self.sets: Counter[str] = Counter(dict.fromkeys(SETS, 0))
+        self.actions: Counter[str] = Counter()  # scored turns by demonstrated action
         self.histogram = [0] * 10
         self._binary: Counter[tuple[int, int]] = Counter()
         self._first_tenth = [0] * 12  # mixed turns by the smallest k for which mean < k / 10
@@ -122,6 +125,7 @@ class _Tally:
     def add(self, row: Row, counts: tuple[int, int] | None) -> None:
         """`counts` are the row's `binary_counts`."""
         self._rollouts.add(len(row["rewards"]))
+        self.actions[tool_of(row)] += row["mean"] is not None
         if counts is not None:
             self._binary[counts] += 1
         else:
@@ -169,6 +173,7 @@ class _Tally:
             "unscored": self.turns - self.sets["cand"],
             "all_right": self.all_right,
             "all_wrong": self.all_wrong,
+            "scored_by_action": dict(self.actions),
             "histogram": self.histogram,
             "adv_by_lambda": _by_lambda(self._first_tenth),
             "adv_zeros_by_lambda": _by_lambda(self._first_of_all),
@@ -195,6 +200,7 @@ def run_select(cfg: Config, run_dir: Path) -> dict[str, Any]:
         "dropped": dropped,
         **_copy(profile, lines, run_dir),
     }
+    summary["warning"] = warning(summary["scored_by_action"], summary["kept_by_action"])
     write_json(run_dir / "select" / "summary.json", summary)
     if not summary["kept"] and not cfg.select.allow_empty:
         bars = " ".join(f"{i / 10:.1f}:{n}" for i, n in enumerate(summary["histogram"]))
@@ -206,6 +212,8 @@ def run_select(cfg: Config, run_dir: Path) -> dict[str, Any]:
             "Profile more turns or rollouts (profile.rollouts_per_turn), choose another set "
             "(select.set=mixed|adv_zeros), or raise select.lambda_diff."
         )
+    if summary["warning"] and summary["kept"]:
+        print(f"select: {summary['warning']}", file=sys.stderr, flush=True)
     return summary
 
 
@@ -276,6 +284,7 @@ def _copy(profile: Path, lines: array[int], run_dir: Path) -> dict[str, Any]:
     second = _second_profile(run_dir)
     shares = _Shares()
     domains: Counter[str] = Counter()
+    actions: Counter[str] = Counter()
     means, again = [0.0, 0], [0.0, 0]
     wanted = iter(lines)
     following = next(wanted, -1)
@@ -287,6 +296,7 @@ def _copy(profile: Path, lines: array[int], run_dir: Path) -> dict[str, Any]:
             file.write(raw if raw.endswith(b"\n") else raw + b"\n")
             row = json.loads(raw)
             domains[row.get("domain", "")] += 1
+            actions[tool_of(row)] += 1
             mean_again, right, scored_again = second.get(row["turn_id"], (None, 0, 0))
             shares.add(right, scored_again)
             for cell, mean in ((means, row["mean"]), (again, mean_again)):
@@ -296,7 +306,7 @@ def _copy(profile: Path, lines: array[int], run_dir: Path) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(target)
-    told: dict[str, Any] = {"kept": len(lines), "kept_by_domain": dict(domains)}
+    told: dict[str, Any] = {"kept": len(lines), "kept_by_domain": dict(domains), "kept_by_action": dict(actions)}
     # Selected for being low, the first mean is biased downwards; the second profile's is not.
     told["kept_mean"] = means[0] / means[1] if means[1] else None
     told["kept_mean_second_profile"] = again[0] / again[1] if again[1] else None

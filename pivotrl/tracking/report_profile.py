@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from pivotrl.tracking import charts
+from pivotrl.tracking.actions import tool_of
 from pivotrl.tracking.break_even import break_even
 from pivotrl.tracking.report_data import JsonDict, RunData, outcome, ranked
 from pivotrl.tracking.report_sections import COLORS, number
@@ -74,12 +75,6 @@ def _groups(data: RunData) -> list[JsonDict]:
         lines = [_group_line(group, rows, data.pivots) for group, rows in order[:_MOST_GROUPS]]
         tables.append({"title": title, "name": name, "rows": lines, "more": len(order) - len(lines)})
     return tables
-
-
-def tool_of(row: JsonDict) -> str:
-    """The demonstrated action of a profiled turn, or of a group of rollouts."""
-    named = row.get("demonstration") or ["(not told)"]
-    return str(named[0]) if len(named) == 1 else f"{named[0]} and {len(named) - 1} more"
 
 
 def _trajectory(row: JsonDict) -> str:

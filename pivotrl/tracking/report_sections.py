@@ -97,6 +97,7 @@ def landscape(data: RunData) -> JsonDict | None:
         "threshold": threshold,
         "sets": list((select.get("counts") or {}).items()),
         "used": select.get("set"),
+        "warning": select.get("warning"),
         "unscorable": sum(r.get("unscorable", 0) for r in data.profile),
         "truncated": sum(r.get("truncated", 0) for r in data.profile),
         "no_action": sum(r.get("no_action", 0) for r in data.profile),

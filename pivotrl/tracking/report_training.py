@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pivotrl.tracking import charts
+from pivotrl.tracking.actions import tool_of
 from pivotrl.tracking.report_data import JsonDict, RunData, outcome
-from pivotrl.tracking.report_profile import tool_of
 from pivotrl.tracking.report_sections import COLORS, POLICY_COLORS, series
 
 _KINDS = ("all wrong", "mixed", "all right")

@@ -15,6 +15,7 @@ from pivotrl.io import read_json, read_jsonl, write_jsonl
 from pivotrl.profiling.choose import Candidate, Candidates, choose
 from pivotrl.profiling.select import SETS, histogram, is_below, is_mixed, run_select, scored
 from pivotrl.profiling.statistics import mean_variance
+from pivotrl.tracking.actions import scarce
 
 
 def row(rewards: list[float | None], turn: str = "t#0") -> dict[str, Any]:
@@ -254,3 +255,41 @@ def test_limits_hold_for_any_profile(turns, cap: int, most: int, deduplicate: bo
     # what is kept never has less signal than a turn that was dropped by the last limit alone
     assert [c.signal for c in kept] == sorted((c.signal for c in kept), reverse=True)
     assert all(isinstance(c, Candidate) for c in kept)
+
+
+def acting(rewards: list[float | None], turn: str, *tools: str) -> dict[str, Any]:
+    return row(rewards, turn) | {"demonstration": list(tools)}
+
+
+def test_an_action_that_pivots_hardly_demonstrate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [acting([1, 0, 0], f"c{i}#0", "bash") for i in range(42)] + [acting([1, 0, 0], "m#0", "(text)")]
+    rows += [acting([1, 1, 1], f"m{i}#1", "(text)") for i in range(47)] + [
+        acting([None], f"u{i}#1", "x") for i in range(9)
+    ]
+    rows += [acting([1, 1, 1], f"r{i}#1", "rare", "bash") for i in range(4)]
+    write_jsonl(tmp_path / "profile" / "turns.jsonl", rows)
+    summary = run_select(Config(), tmp_path)
+    assert summary["scored_by_action"] == {"bash": 42, "(text)": 48, "x": 0, "rare and 1 more": 4}
+    assert summary["kept_by_action"] == {"bash": 42, "(text)": 1}
+    said = capsys.readouterr().err
+    assert said == f"select: {summary['warning']}\n"
+    assert said.startswith("select: of 43 pivots, 1 of (text) (51% of the turns): ")
+    cfg = Config()
+    cfg.select.set = "cand"
+    assert run_select(cfg, tmp_path)["warning"] is None
+    assert capsys.readouterr().err == ""
+
+
+COUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 50))
+
+
+@given(turns=COUNTS, share=COUNTS)
+def test_scarce_actions_are_common_among_turns_and_not_among_pivots(turns, share):
+    kept = {a: min(n, share.get(a, 0)) for a, n in turns.items()}
+    found = scarce(turns, kept)
+    total, pivots = sum(turns.values()), sum(kept.values())
+    for action, count in turns.items():
+        named = pivots and Fraction(count, total) >= Fraction(1, 20)
+        named = named and Fraction(kept[action], pivots) < Fraction(count, 10 * total)
+        assert (action in found) == bool(named)
+    assert scarce(turns, turns) == []  # all of them kept
