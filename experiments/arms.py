@@ -43,6 +43,7 @@ _ARMS = (
         "watch.export_best=true",
         color="#12b5a5",
     ),
+    _pivot("adv_floor", "PivotRL, scarce actions kept", "select.set=adv", "select.action_floor=0.5", color="#4f8f3a"),
     _pivot("adv_strict", "adv, strict", "select.set=adv", "algorithm.reward=strict", color="#b04a6a"),
     _pivot(
         "adv_reprofiled",

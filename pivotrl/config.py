@@ -154,6 +154,7 @@ class Profile:
 class Select:
     set: str = "adv"  # "cand" | "mixed" | "adv" | "adv_zeros" (method.md 1.2)
     lambda_diff: float = 0.6
+    action_floor: float = 0.0  # of its share of the turns that an action gets among adv pivots, from other mixed turns
     allow_empty: bool = False
     domains: list[str] = field(default_factory=list)  # only turns of these; empty: of any
     tags: list[str] = field(default_factory=list)  # only turns with one of these (`trajectories.flags`, pivot_tags)

@@ -145,6 +145,7 @@ _STAGES = (
         (
             "select.set",
             "select.lambda_diff",
+            "select.action_floor",
             "select.domains",
             "select.tags",
             "select.max_per_trajectory",

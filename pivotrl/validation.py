@@ -250,6 +250,10 @@ def _select(select: Select) -> Iterator[str]:
     for domain, count in select.mixture.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             yield f"select.mixture.{domain}={count!r} must be a positive number of pivots"
+    if not 0 <= select.action_floor <= 1:
+        yield f"select.action_floor={select.action_floor} must be in [0, 1]"
+    if select.action_floor and select.set not in ("adv", "adv_zeros"):
+        yield f"select.action_floor widens adv and adv_zeros; select.set={select.set} has every mixed turn already"
     if both := sorted({*select.tags} & {*select.drop_tags}):
         yield f"select.tags and select.drop_tags both name {', '.join(both)}"
     if select.mixture and select.max_pivots is not None:

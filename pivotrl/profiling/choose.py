@@ -62,7 +62,7 @@ def is_narrowed(options: Select) -> bool:
 
 
 class Candidates:
-    """Builds candidates from rows, one by one."""
+    """Makes candidates of rows, one by one; `rows` are those that are to be narrowed."""
 
     def __init__(self, options: Select, seed: int) -> None:
         self._options = options
@@ -71,7 +71,7 @@ class Candidates:
         self._domains: dict[str, str] = {}
         self.rows: list[Candidate] = []
 
-    def add(self, line: int, row: dict[str, Any]) -> None:
+    def of(self, line: int, row: dict[str, Any]) -> Candidate:
         """Raises UserError for a profile that lacks what `select.deduplicate` compares."""
         content = ""
         if self._options.deduplicate:
@@ -86,7 +86,7 @@ class Candidates:
         domain = row.get("domain", "")
         domain = self._domains.setdefault(domain, domain)
         draw = seed_for(self._seed, "select", row["turn_id"])
-        self.rows.append(Candidate(line, row["variance"] or 0.0, draw, trajectory, domain, content))
+        return Candidate(line, row["variance"] or 0.0, draw, trajectory, domain, content)
 
 
 def choose(candidates: Iterable[Candidate], options: Select) -> tuple[list[Candidate], dict[str, int]]:

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from heapq import merge
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from pivotrl.io import read_jsonl, write_json
 from pivotrl.profiling import theory
 from pivotrl.profiling.choose import Candidates, Terms, choose, is_narrowed
 from pivotrl.profiling.evidence import learn
-from pivotrl.profiling.statistics import vary
+from pivotrl.profiling.floor import Floor
+from pivotrl.profiling.statistics import exact, vary
 from pivotrl.tracking.actions import tool_of, warning
 
 Row = dict[str, Any]
@@ -54,12 +55,6 @@ def is_below(row: Row, lambda_diff: float) -> bool:
         return counts[1] > 0 and counts[0] * denominator < numerator * counts[1]
     rewards = scored(row)
     return bool(rewards) and sum(rewards) < Fraction(str(lambda_diff)) * len(rewards)
-
-
-@lru_cache
-def exact(value: float) -> tuple[int, int]:
-    """A decimal as written (0.6 is 3/5, not the nearest double): numerator and denominator."""
-    return Fraction(str(value)).as_integer_ratio()
 
 
 #: cand: every scored turn; mixed: var > 0; adv: var > 0 and mean < lambda (eq. 5); adv_zeros: mean < lambda, so that
@@ -192,23 +187,24 @@ def run_select(cfg: Config, run_dir: Path) -> dict[str, Any]:
     profile = run_dir / "profile" / "turns.jsonl"
     if not profile.exists():
         raise UserError(f"{profile} does not exist: run `pivotrl profile run_dir={run_dir}` first")
-    tally, lines, dropped = _decide(profile, cfg)
+    tally, lines, limits = _decide(profile, cfg)
     summary: dict[str, Any] = {
         "set": cfg.select.set,
         "lambda_diff": cfg.select.lambda_diff,
         **tally.summary(),
-        "dropped": dropped,
+        **limits,
         **_copy(profile, lines, run_dir),
     }
     summary["warning"] = warning(summary["scored_by_action"], summary["kept_by_action"])
     write_json(run_dir / "select" / "summary.json", summary)
     if not summary["kept"] and not cfg.select.allow_empty:
         bars = " ".join(f"{i / 10:.1f}:{n}" for i, n in enumerate(summary["histogram"]))
-        limits = f"\nDropped by other select limits: {dropped}." if any(dropped.values()) else ""
+        dropped = limits["dropped"]
+        others = f"\nDropped by other select limits: {dropped}." if any(dropped.values()) else ""
         raise UserError(
             f"no pivot kept: none of {summary['turns']} turns is in the set {cfg.select.set!r} with lambda_diff "
             f"{cfg.select.lambda_diff}.\n"
-            f"Turns by mean reward: {bars}; unscorable: {summary['unscored']}.{limits}\n"
+            f"Turns by mean reward: {bars}; unscorable: {summary['unscored']}.{others}\n"
             "Profile more turns or rollouts (profile.rollouts_per_turn), choose another set "
             "(select.set=mixed|adv_zeros), or raise select.lambda_diff."
         )
@@ -217,14 +213,14 @@ def run_select(cfg: Config, run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, int]]:
-    """First pass: counts, the kept lines in ascending order, and what each limit dropped."""
+def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, dict[str, int]]]:
+    """First pass: counts, the kept lines in ascending order, what each limit dropped and what the floor added."""
     options, tally = cfg.select, _Tally(cfg.select.lambda_diff)
     narrowed, candidates = is_narrowed(options), Candidates(options, cfg.seed)
     lines: array[int] = array("q")
     dropped: dict[str, int] = {}
     members: dict[tuple[int, int], bool] = {}  # of the set: a turn of binary rewards is decided by its counts
-    few, terms = 0, Terms(options)
+    few, terms, floor = 0, Terms(options), Floor(options.action_floor)
     for line, raw in _lines(profile):
         row = json.loads(raw)
         # Rows of older profiles name no split: they are of the train split, the only one that was ever profiled.
@@ -238,19 +234,28 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
             member = SETS[options.set](row, options.lambda_diff)
             if counts:
                 members[counts] = member
-        if not member:
+        if not member and not (floor.active and row["mean"] is not None):
             continue
         if not wanted:
-            terms.dropped += 1
+            terms.dropped += member
         elif (
             options.min_unique_actions > 1
             and _unique_actions(row, f"{profile}:{line + 1}") < options.min_unique_actions
         ):
-            few += 1
-        elif narrowed:
-            candidates.add(line, row)
+            few += member
+        elif not member:
+            floor.other(row, candidates.of(line, row) if is_mixed(row) else None)
         else:
-            lines.append(line)
+            if floor.active:
+                floor.member(row)
+            if narrowed:
+                candidates.rows.append(candidates.of(line, row))
+            else:
+                lines.append(line)
+    added = floor.fill()
+    candidates.rows += added
+    if not narrowed:
+        lines = array("q", merge(lines, sorted(c.line for c in added)))
     tally.finish()
     terms.finish(profile)
     if narrowed:
@@ -260,7 +265,7 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, i
         dropped = {"few_unique_actions": few, **dropped}
     if terms.active:
         dropped = {"other_domain_or_tag": terms.dropped, **dropped}
-    return tally, lines, dropped
+    return tally, lines, {"dropped": dropped, "added_by_floor": floor.added}
 
 
 def _unique_actions(row: Row, place: str) -> int:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Collection, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from pivotrl.profiling.fingerprint import digest
@@ -13,6 +14,12 @@ from pivotrl.trajectories.schema import JsonDict, Turn
 
 _CANONICAL = json.JSONEncoder(sort_keys=True)
 EPSILON = 1e-6  # rewards of judges and of partial scores that are nearer than this are equal
+
+
+@lru_cache
+def exact(value: float) -> tuple[int, int]:
+    """A decimal as written (0.6 is 3/5, not the nearest double): numerator and denominator."""
+    return Fraction(str(value)).as_integer_ratio()
 
 
 def vary(rewards: Collection[float | Fraction]) -> bool:

@@ -38,5 +38,5 @@ def warning(turns: Mapping[str, int], kept: Mapping[str, int]) -> str | None:
     told = ", ".join(f"{kept.get(a, 0)} of {a} ({turns[a] / all_turns:.0%} of the turns)" for a in found)
     return (
         f"of {all_kept} pivots, {told}: what training hardly sees it may unlearn. Watch held-out tasks (watch.*), "
-        "profile again (algorithm.reprofile.every_steps), or keep more turns (select.set=mixed)."
+        "profile again (algorithm.reprofile.every_steps), or keep some of them (select.action_floor=0.5)."
     )

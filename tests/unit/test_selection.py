@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -245,7 +246,7 @@ def test_limits_hold_for_any_profile(turns, cap: int, most: int, deduplicate: bo
     options = Select(max_per_trajectory=cap, max_pivots=most, deduplicate=deduplicate)
     candidates = Candidates(options, seed=0)
     for i, (rewards, trajectory) in enumerate(turns):
-        candidates.add(i, row(rewards, f"t{trajectory}#{i % 4}"))
+        candidates.rows.append(candidates.of(i, row(rewards, f"t{trajectory}#{i % 4}")))
     kept, dropped = choose(candidates.rows, options)
     assert len(kept) <= most
     assert len(kept) + sum(dropped.values()) == len(turns)
@@ -293,3 +294,58 @@ def test_scarce_actions_are_common_among_turns_and_not_among_pivots(turns, share
         named = named and Fraction(kept[action], pivots) < Fraction(count, 10 * total)
         assert (action in found) == bool(named)
     assert scarce(turns, turns) == []  # all of them kept
+
+
+def floored(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> tuple[list[str], dict[str, Any]]:
+    return pivots(tmp_path, rows, action_floor=0.5, **options)
+
+
+def test_the_floor_adds_the_hardest_mixed_turns_of_a_scarce_action(tmp_path: Path):
+    rows = [acting([1, 0, 0], f"c{i}#0", "bash") for i in range(10)]
+    rows += [
+        acting([1, 1, 1, 1, 0], "m0#1", "(text)"),
+        acting([1, 1, 0], "m1#1", "(text)"),
+        acting([1, 1, 0], "m2#1", "(text)"),
+    ]
+    rows += [acting([1, 1, 1], f"m{i}#1", "(text)") for i in range(3, 10)]
+    plain, _ = pivots(tmp_path, rows)
+    assert plain == [f"c{i}#0" for i in range(10)]
+    # 10 of 20 turns are messages: half of that share of 10 pivots is 2.5, and no turn without variance counts
+    kept, summary = floored(tmp_path, rows)
+    assert kept == [*plain, "m0#1", "m1#1", "m2#1"]
+    assert summary["added_by_floor"] == {"(text)": 3}
+    kept, summary = floored(tmp_path, rows[:12] + rows[13:])  # the mean of 0.67 before that of 0.8
+    assert kept == [*plain, "m0#1", "m1#1"]
+    kept, _ = pivots(tmp_path, rows, action_floor=0.2)
+    assert len(kept) == 11
+    assert kept[-1] in ("m1#1", "m2#1")
+    kept, _ = floored(tmp_path, rows, max_per_trajectory=1, max_pivots=4)  # the limits narrow what the floor widened
+    assert len(kept) == 4
+    tagged = [r | {"tags": ["last"] if r["demonstration"] == ["(text)"] else []} for r in rows]
+    assert floored(tmp_path, tagged, drop_tags=["last"])[0] == plain  # nor are turns added that may be no pivots
+
+
+ACTED = st.lists(
+    st.tuples(st.lists(st.sampled_from([0, 1, None]), min_size=1, max_size=6), st.sampled_from("abc")),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(turns=ACTED, part=st.sampled_from([0.1, 0.25, 0.5, 1.0]))
+def test_the_floor_keeps_the_set_and_adds_only_mixed_turns(turns, part):
+    rows = [acting(rewards, f"t{i}#0", tool) for i, (rewards, tool) in enumerate(turns)]
+    with tempfile.TemporaryDirectory() as folder:
+        plain, before = pivots(Path(folder), rows, allow_empty=True)
+        kept, after = pivots(Path(folder), rows, allow_empty=True, action_floor=part)
+    assert set(plain) <= set(kept)
+    assert [r["turn_id"] for r in rows if r["turn_id"] in set(kept)] == kept  # in the order of the profile
+    by_id = {r["turn_id"]: r for r in rows}
+    assert all(is_mixed(by_id[t]) for t in kept)
+    assert len(kept) - len(plain) == sum(after["added_by_floor"].values())
+    total = sum(before["scored_by_action"].values())
+    for action, count in before["scored_by_action"].items():
+        mixed = sum(is_mixed(r) for r in rows if r["demonstration"] == [action])
+        had = before["kept_by_action"].get(action, 0)
+        wanted = -(-Fraction(str(part)) * count * len(plain) // total) if total else 0
+        assert after["kept_by_action"].get(action, 0) == max(had, min(wanted, mixed))
