@@ -57,8 +57,9 @@ class Terms:
 
 
 def is_narrowed(options: Select) -> bool:
-    """Whether any limit needs candidates to be compared with each other."""
-    return bool(options.deduplicate or options.max_per_trajectory or options.mixture or options.max_pivots)
+    """Whether the floor or any limit needs candidates to be compared with each other."""
+    limits = options.deduplicate or options.max_per_trajectory or options.mixture or options.max_pivots
+    return bool(limits or options.action_floor)
 
 
 class Candidates:
@@ -72,7 +73,7 @@ class Candidates:
         self.rows: list[Candidate] = []
 
     def of(self, line: int, row: dict[str, Any]) -> Candidate:
-        """Raises UserError for a profile that lacks what `select.deduplicate` compares."""
+        """The candidate of a row. Raises UserError for a profile that lacks what `select.deduplicate` compares."""
         content = ""
         if self._options.deduplicate:
             if "state_action" not in row:

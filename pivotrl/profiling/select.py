@@ -12,7 +12,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from heapq import merge
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -245,21 +244,15 @@ def _decide(profile: Path, cfg: Config) -> tuple[_Tally, array[int], dict[str, d
             few += member
         elif not member:
             floor.other(row, candidates.of(line, row) if is_mixed(row) else None)
+        elif narrowed:
+            floor.member(row)
+            candidates.rows.append(candidates.of(line, row))
         else:
-            if floor.active:
-                floor.member(row)
-            if narrowed:
-                candidates.rows.append(candidates.of(line, row))
-            else:
-                lines.append(line)
-    added = floor.fill()
-    candidates.rows += added
-    if not narrowed:
-        lines = array("q", merge(lines, sorted(c.line for c in added)))
+            lines.append(line)
     tally.finish()
     terms.finish(profile)
     if narrowed:
-        chosen, dropped = choose(candidates.rows, options)
+        chosen, dropped = choose([*candidates.rows, *floor.fill()], options)
         lines = array("q", sorted(c.line for c in chosen))
     if options.min_unique_actions > 1:
         dropped = {"few_unique_actions": few, **dropped}

@@ -97,6 +97,7 @@ def test_greedy_sampling_is_a_conflict(k: int, group: int) -> None:
         ("select__rank", "signl", "signal"),
         ("select__max_per_trajectory", 0, "must be positive"),
         ("select__mixture", {"retail": "ten"}, "select.mixture.retail"),
+        ("select__action_floor", 1.5, "select.action_floor=1.5 must be in [0, 1]"),
         ("sampling__top_p", 0.0, "top_p"),
         ("sampling__temperature", -1.0, "temperature"),
         ("algorithm__clip_low", 1.0, "clip_low"),
@@ -123,6 +124,12 @@ def test_greedy_sampling_is_a_conflict(k: int, group: int) -> None:
 def test_each_conflict(key: str, value: Any, part: str) -> None:
     found = conflicts(make(**{key: value}), world_size=1, cuda=False)
     assert any(part in text for text in found), found
+
+
+def test_a_floor_needs_a_set_of_low_means() -> None:
+    assert conflicts(make(select__action_floor=0.5), world_size=1, cuda=False) == []
+    found = conflicts(make(select__action_floor=0.5, select__set="mixed"), world_size=1, cuda=False)
+    assert found == ["select.action_floor widens adv and adv_zeros; select.set=mixed has every mixed turn already"]
 
 
 def test_nothing_to_learn_from_says_what_to_give() -> None:
