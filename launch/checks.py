@@ -114,12 +114,16 @@ def _parts(parts: dict[str, float]) -> str:
 
 
 def results_continue(cfg: Config, run_dir: Path, stages: Sequence[str]) -> Iterator[str]:
-    """Interrupted stages of another configuration, which a stage refuses to mix with its own."""
+    """Interrupted stages of another configuration, which a stage refuses to mix with its own; results of another
+    version of PivotRL, where the user has not said what to do with them."""
     for stage in stages:
         directory = run_dir / stage
-        if not directory.is_dir() or stage_state.is_done(directory):
+        try:
+            why = stage_state.why_stale(cfg, directory, stage_state.record_of(cfg, stage, run_dir))
+        except UserError as error:
+            yield str(error)
             continue
-        if why := stage_state.changes(directory, stage_state.record_of(cfg, stage, run_dir)):
+        if why and not stage_state.is_done(directory):
             yield (
                 f"{directory} holds an interrupted {stage} of another configuration ({'; '.join(why[:4])}): undo the "
                 "change, choose another run_dir=..., or move that folder away"

@@ -174,13 +174,13 @@ def _run_with_books(stage: str, cfg: Any, run_dir: Path) -> None:
     directory = run_dir / place
     with hold(run_dir / ".locks" / place.replace("/", "-")):
         record = stage_state.record_of(cfg, stage, run_dir)
-        if stage == "profile" and place != stage and (why := stage_state.changes(run_dir / stage, record)):
+        if stage == "profile" and place != stage and (why := stage_state.why_stale(cfg, run_dir / stage, record)):
             raise UserError(
                 f"{run_dir / stage} holds a {stage} of another configuration, which the shards' merge would replace:\n"
                 + "\n".join(f"  {line}" for line in why)
                 + "\nMove that folder away, or choose another run_dir=..."
             )
-        if why := stage_state.changes(directory, record):
+        if why := stage_state.why_stale(cfg, directory, record):
             _make_way(run_dir, place, why)
         stage_state.begin(cfg, directory, record)
         _meet(stage)

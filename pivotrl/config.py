@@ -344,6 +344,7 @@ class Run:
     stages: list[str] = field(
         default_factory=lambda: ["turns", "warmup", "profile", "select", "train", "sft", "evaluate", "report"]
     )
+    accept_upgrade: bool | None = None  # go on with what another version of PivotRL made; null: ask, false: make again
 
 
 @dataclass

@@ -22,13 +22,13 @@ from pivotrl.strict import MISSING_VALUE, Problem, build, is_known, nearest, sug
 from pivotrl.validation import validate
 
 __all__ = [
-    "compare_resolved",
     "config_dir",
     "differences",
     "load_config",
     "save_resolved",
     "search_folder",
     "subset",
+    "upgraded",
     "validate",
 ]
 
@@ -321,6 +321,16 @@ def subset(cfg: Config | Mapping[str, Any], stage: str | None = None) -> dict[st
     return {k: v for k, v in flat.items() if _under(k, roots) and not _under(k, benign)}
 
 
+def upgraded(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat configuration `old` of another version of PivotRL as this version, whose `new` is, would have it.
+
+    Keys that `old` lacks count where they are at their defaults in `new`.
+    """
+    defaults = flatten(asdict(Config()))
+    added = {k: v for k, v in new.items() if k not in old and k in defaults and v == defaults[k]}
+    return {**old, **added, **({"pivotrl": new["pivotrl"]} if "pivotrl" in new else {})}
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Lines "key: old -> new" for flat mappings."""
     lines = []
@@ -333,24 +343,3 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _short(value: Any) -> str:
     return "null" if value is None else str(value)
-
-
-def compare_resolved(cfg: Config, directory: Path, stage: str | None = None) -> None:
-    """Refuse to resume in `directory` when the configuration saved there differs in what matters to `stage`.
-
-    Raises `UserError` with the differences; a directory without a saved configuration is accepted.
-    """
-    path = directory / RESOLVED_NAME
-    if not path.is_file():
-        return
-    try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} cannot be read ({error}); delete {directory} to start again") from error
-    if changed := differences(subset(saved, stage), subset(cfg, stage)):
-        raise UserError(
-            f"{directory} was made with another configuration:\n"
-            + "\n".join(f"  {line}" for line in changed)
-            + "\nUndo the change, choose another run_dir=..., or delete that folder to start this stage again"
-            + " (`pivotrl run` sets it aside by itself)."
-        )

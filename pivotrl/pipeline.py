@@ -65,7 +65,7 @@ def _must_run(cfg: Config, run_dir: Path, stage: str, title: str) -> bool:
     """Decide, and say why; a stale folder is set aside."""
     place = STAGES[stage].folder
     directory = run_dir / place
-    why = stage_state.changes(directory, stage_state.record_of(cfg, stage, run_dir))
+    why = stage_state.why_stale(cfg, directory, stage_state.record_of(cfg, stage, run_dir))
     if why:
         aside = stage_state.set_aside(run_dir, place)
         shown = "; ".join(why[:6]) + (f"; and {len(why) - 6} more" if len(why) > 6 else "")

@@ -16,7 +16,8 @@ from typing import Any
 
 from pivotrl import __version__
 from pivotrl.config import Config
-from pivotrl.configuration import differences, save_resolved, subset
+from pivotrl.configuration import differences, save_resolved, subset, upgraded
+from pivotrl.errors import UserError
 from pivotrl.io import write_json
 from pivotrl.profiling.shards import Shard, parse_shard
 from pivotrl.stages import STAGES, optimizer_section
@@ -79,10 +80,27 @@ def up_to_date(cfg: Config, stage: str) -> bool:
     """Whether the stage's folder is finished and still that of this configuration."""
     run_dir = Path(cfg.run_dir)
     directory = run_dir / place_of(cfg, stage)
-    return is_done(directory) and not changes(directory, record_of(cfg, stage, run_dir))
+    return is_done(directory) and not why_stale(cfg, directory, record_of(cfg, stage, run_dir))
 
 
-def changes(directory: Path, record: dict[str, Any]) -> list[str]:
+def why_stale(cfg: Config, directory: Path, record: dict[str, Any]) -> list[str]:
+    """`changes`, of which those that an upgrade of PivotRL brings count as `run.accept_upgrade` says.
+
+    Raises UserError where there are only such and the key is not set: neither to make hours of work again nor to mix
+    two versions in one result is decided for the user.
+    """
+    why = changes(directory, record, accept_upgrade=bool(cfg.run.accept_upgrade))
+    if why and cfg.run.accept_upgrade is None and not changes(directory, record, accept_upgrade=True):
+        listed = "\n".join(f"  {line}" for line in why)
+        raise UserError(
+            f"{directory} was made by another version of PivotRL; nothing else differs:\n{listed}\n"
+            "run.accept_upgrade=true keeps it and goes on with it; run.accept_upgrade=false makes it again, as after "
+            "any other change."
+        )
+    return why
+
+
+def changes(directory: Path, record: dict[str, Any], accept_upgrade: bool = False) -> list[str]:
     """Why the content of `directory` is not that of `record`; empty when it is (or when there is no content)."""
     if not directory.is_dir() or all(p.name in _BOOKS for p in directory.iterdir()):
         return []  # an attempt that failed before it made anything binds nobody
@@ -91,17 +109,19 @@ def changes(directory: Path, record: dict[str, Any]) -> list[str]:
         return ["it does not say with which configuration it was made (no stage.json)"]
     if old.get("key") == record["key"]:
         return []
-    stage, done = record["stage"], StateFolder(directory).committed()
+    stage, done, config = record["stage"], StateFolder(directory).committed(), old.get("config", {})
+    if accept_upgrade:
+        config = upgraded(config, record["config"])
     if stage in _STEPS and done and not is_done(directory):
-        lines = hindrances(old.get("config", {}), record["config"], stage, done[-1])
+        lines = hindrances(config, record["config"], stage, done[-1])
         if not lines and all(old.get(part) == record[part] for part in ("inputs", "upstream")):
             return []
     else:
-        lines = differences(old.get("config", {}), record["config"])
+        lines = differences(config, record["config"])
     lines += [f"the files of {k} changed" for k, v in record["inputs"].items() if old.get("inputs", {}).get(k) != v]
     ups = record["upstream"].items()
     lines += [f"the result of {k} changed" for k, v in ups if old.get("upstream", {}).get(k) != v]
-    return lines or ["its record differs"]
+    return lines or ([] if accept_upgrade else ["its record differs"])
 
 
 def hindrances(old: Mapping[str, Any], new: Mapping[str, Any], stage: str, done: int) -> list[str]:

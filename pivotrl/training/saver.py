@@ -22,7 +22,7 @@ import torch
 
 from pivotrl import stopping
 from pivotrl.config import Config
-from pivotrl.configuration import subset
+from pivotrl.configuration import subset, upgraded
 from pivotrl.errors import UserError
 from pivotrl.policy import agree, rng, state
 from pivotrl.policy.policy import MegatronPolicy
@@ -138,7 +138,10 @@ class Saver:
 
     def _load(self, step: int) -> None:
         saved = self.folder.read(step)
-        refused = hindrances(saved["config"], subset(self.cfg, self.stage), self.stage, step)
+        before, now = saved["config"], subset(self.cfg, self.stage)
+        if self.cfg.run.accept_upgrade:
+            before = upgraded(before, now)
+        refused = hindrances(before, now, self.stage, step)
         refused += [
             f"{key}: {saved['identity'].get(key)} -> {value}"
             for key, value in self.writer.identity.items()

@@ -247,6 +247,16 @@ def test_an_interrupted_stage_of_another_configuration(place: Place) -> None:
     assert any("holds an interrupted profile" in t and "seed: 5 -> 0" in t for t in found)
 
 
+def test_a_result_of_another_version(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load_config(place.overrides())
+    stage_state.begin(cfg, place.run / "turns", stage_state.record_of(cfg, "turns", place.run))
+    (place.run / "turns" / "summary.json").write_text("{}")
+    monkeypatch.setattr(stage_state, "__version__", "99")
+    found = told(place, "turns")
+    assert any("turns was made by another version" in t and "run.accept_upgrade=true" in t for t in found), found
+    assert told(place, "turns", "run.accept_upgrade=true") == told(place, "turns", "run.accept_upgrade=false") == []
+
+
 def test_a_checkpoint_that_could_not_be_continued(place: Place) -> None:
     """Two steps of `train` are saved: another layout may go on with them, another group size or fewer steps may not."""
     cfg = load_config(place.overrides())

@@ -285,6 +285,21 @@ def test_another_configuration_is_refused_with_a_diff(server: Server, straight: 
     assert rows(run_dir) == rows(straight)[:4]
 
 
+def test_what_another_version_has_saved_goes_on_when_the_user_says_so(server: Server, straight: Path) -> None:
+    run_dir = interrupted(server, "upgraded")
+    for path in (run_dir / "train").rglob("sta[gt]e.json"):  # as of a version that had no such key
+        saved = json.loads(path.read_text())
+        del saved["config"]["algorithm.optimizer.beta1"]
+        if path.name == "stage.json":
+            saved["config"]["pivotrl"], saved["key"] = "0.0.9", "another"
+        write_json(path, saved)
+    assert server.run(run_dir) == 2
+    assert "algorithm.optimizer.beta1: (absent) -> 0.9" in server.said()
+    assert "run.accept_upgrade=true" in server.said()
+    assert server.run(run_dir, "run.accept_upgrade=true") == 0, server.said()
+    assert_same(run_dir, straight)
+
+
 def test_damaged_checkpoints_are_named_and_older_ones_used(server: Server, straight: Path) -> None:
     run_dir = interrupted(server, "damaged", stop=3)
     newest, older = (run_dir / "train" / "state" / f"step-{n:08d}" for n in (3, 2))

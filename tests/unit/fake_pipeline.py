@@ -1,6 +1,7 @@
 """A pivotrl command whose stages are fakes: `python fake_pipeline.py <stage|run> overrides`. Not a test.
 
-Each fake appends to <run_dir>/calls.log and writes its summary. FAKE_<STAGE>=crash|user|hang|kill changes one.
+Each fake appends to <run_dir>/calls.log and writes its summary. FAKE_<STAGE>=crash|user|hang|kill changes one;
+FAKE_VERSION is PivotRL's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pivotrl import cli, pipeline, stages
+from pivotrl import cli, pipeline, stage_state, stages
 from pivotrl.config import Config
 from pivotrl.errors import UserError
 from pivotrl.io import write_json
@@ -50,6 +51,7 @@ def install() -> None:
 
 def main() -> int:
     install()
+    stage_state.__version__ = os.environ.get("FAKE_VERSION", stage_state.__version__)
     pipeline.COMMAND = (sys.executable, __file__)
     return cli.main()
 

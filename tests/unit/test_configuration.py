@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pivotrl import configuration, strict
 from pivotrl.config import Config
-from pivotrl.configuration import compare_resolved, config_dir, load_config, save_resolved
+from pivotrl.configuration import config_dir, differences, load_config, save_resolved, subset, upgraded
 from pivotrl.errors import UserError
 
 GROUPS = sorted((file.parent.name, file.stem) for file in config_dir().glob("*/*.yaml"))
@@ -184,26 +184,32 @@ def test_faults_in_yaml_files_are_told(own_groups: Path, yaml_text: str, expecte
         assert part in text
 
 
-def test_resolved_config_round_trips_and_changes_are_refused(tmp_path: Path) -> None:
+def test_resolved_config_round_trips(tmp_path: Path) -> None:
     cfg = load_config(["experiment=demo", "algorithm.optimizer.learning_rate=1e-6"])
-    path = save_resolved(cfg, tmp_path)
-    assert yaml.safe_load(path.read_text()) == dataclasses.asdict(cfg)
-    compare_resolved(cfg, tmp_path)
-    compare_resolved(cfg, tmp_path / "fresh")
-    changed = load_config(["experiment=demo", "profile.rollouts_per_turn=16", "seed=3"])
-    with pytest.raises(UserError) as caught:
-        compare_resolved(changed, tmp_path, "profile")
-    assert "profile.rollouts_per_turn: 8 -> 16" in str(caught.value)
-    assert "seed: 0 -> 3" in str(caught.value)
-    assert "learning_rate" not in str(caught.value)  # of no matter to the profile
+    assert yaml.safe_load(save_resolved(cfg, tmp_path).read_text()) == dataclasses.asdict(cfg)
 
 
-def test_benign_changes_are_accepted(tmp_path: Path) -> None:
-    save_resolved(load_config(), tmp_path)
-    compare_resolved(
-        load_config(["tracking.name=x", "generation.max_sequences=2", "run.stages=[turns]", "run_dir=elsewhere"]),
-        tmp_path,
-    )
+def test_what_changes_a_stage() -> None:
+    def found(*overrides: str, stage: str | None = "profile") -> list[str]:
+        return differences(subset(load_config(), stage), subset(load_config(overrides), stage))
+
+    assert found("profile.rollouts_per_turn=16", "seed=3", "algorithm.optimizer.learning_rate=1e-6") == [
+        "seed: 0 -> 3",
+        "profile.rollouts_per_turn: 8 -> 16",
+    ]
+    benign = ["tracking.name=x", "generation.max_sequences=2", "run.stages=[turns]", "run_dir=elsewhere"]
+    assert found(*benign, stage=None) == []
+
+
+def test_an_upgrade_adds_keys_at_their_defaults_and_its_version() -> None:
+    new = {"pivotrl": "0.2.0", **subset(load_config(["select.action_floor=0"]), "select")}
+    old = {key: value for key, value in new.items() if key != "select.action_floor"} | {"pivotrl": "0.1.0"}
+    assert differences(old, new) == ["pivotrl: 0.1.0 -> 0.2.0", "select.action_floor: (absent) -> 0.0"]
+    assert differences(upgraded(old, new), new) == []
+    chosen = {**new, "select.action_floor": 0.5}
+    assert differences(upgraded(old, chosen), chosen) == ["select.action_floor: (absent) -> 0.5"]
+    gone = {**old, "select.forgotten": 1}  # a key that this version does not know did something once
+    assert differences(upgraded(gone, new), new) == ["select.forgotten: 1 -> (absent)"]
 
 
 @given(st.sampled_from(sorted(strict.schema_keys(Config))), st.data())

@@ -143,6 +143,29 @@ def test_benign_changes_run_nothing(runner: Runner) -> None:
     assert runner.calls() == []
 
 
+def test_after_an_upgrade_the_user_says_whether_results_are_kept(runner: Runner) -> None:
+    assert runner.run(SHORT, version="0.0.9", select="kill").returncode == 137
+    runner.calls()
+    keep, again = "run.accept_upgrade=true", "run.accept_upgrade=false"
+    asked = runner.run(SHORT)
+    assert asked.returncode == 2
+    assert "pivotrl: 0.0.9 -> " in asked.stderr
+    assert keep in asked.stderr
+    assert again in asked.stderr
+    assert runner.calls() == []
+    assert runner.run(SHORT, keep).returncode == 0
+    assert runner.calls() == ["select continued"]
+    alone = runner.run(SHORT, stage="profile")  # a finished stage by its own command
+    assert (alone.returncode, runner.calls()) == (2, []), alone.stderr
+    assert not (runner.run_dir / "superseded").exists()
+    assert runner.run(SHORT, keep, "select.lambda_diff=0.7").returncode == 0
+    assert runner.calls() == ["select fresh"]  # what else changes counts as ever
+    assert runner.run(SHORT, again).returncode == 0
+    assert runner.calls() == ["turns fresh", "profile fresh", "select fresh"]
+    assert runner.run(SHORT).returncode == 0
+    assert runner.calls() == []
+
+
 @pytest.mark.parametrize("stage", ["turns", "profile", "select"])
 def test_killed_stage_continues_where_it_was(runner: Runner, stage: str) -> None:
     broken = runner.run(SHORT, **{stage: "kill"})
