@@ -263,7 +263,6 @@ def _gamma(arms: Arms) -> str:
     """Deviation of the reward and gamma at beta = 1, by set, from the profiles of all seeds."""
     counts: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
-    lambda_diff = 0.6
     for record in (r for name, rows in arms.items() if not ARMS[name].own_profile for r in rows):
         if record["seed"] not in seen:
             seen.add(record["seed"])
@@ -271,7 +270,7 @@ def _gamma(arms: Arms) -> str:
                 counts[key] += count
     if not counts:
         return ""
-    lambda_diff = next((r["select"]["lambda_diff"] for r in arms.get("adv", []) if "select" in r), lambda_diff)
+    lambda_diff = next((r["select"]["lambda_diff"] for r in arms.get("adv", []) if "select" in r), 0.6)
     rows = []
     for name in ("cand", "mixed", "adv"):
         std, value, turns = stats.gamma(counts, name, lambda_diff, 1.0)
