@@ -14,25 +14,29 @@ _CURVES = ("adv", "adv_reprofiled", "adv_long", "mixed", "cand", "e2e")
 _DEVIATIONS = ("cand", "mixed", "adv")
 _TRAINED = (*_DEVIATIONS, "adv_reprofiled")
 _BETAS = [0.5 + 0.1 * i for i in range(16)]
+Arms = dict[str, list[Row]]
 
 
-def all_figures(arms: dict[str, list[Row]]) -> list[tuple[str, str, str]]:
+def all_figures(arms: Arms) -> list[tuple[str, str, str]]:
     """(file name, caption, SVG); the SVG is empty where the records hold nothing for it."""
+    success, deviation = same_seeds(arms, _CURVES, ("adv", "e2e")), same_seeds(arms, _TRAINED, _DEVIATIONS)
     return [
         (
             "success-rollouts",
-            "Success against cumulative rollout turns, those of the profile included (figure 1 of the paper)",
-            _success(arms, "rollouts", "rollout turns"),
+            f"Success against cumulative rollout turns, those of the profile included (figure 1 of the paper). "
+            f"{_seeds(success)}",
+            _success(success, "rollouts", "rollout turns"),
         ),
         (
             "success-seconds",
-            "Success against seconds of training, those of the profile included",
-            _success(arms, "seconds", "seconds"),
+            f"Success against seconds of training, those of the profile included. {_seeds(success)}",
+            _success(success, "seconds", "seconds"),
         ),
         (
             "reward-std",
-            "Deviation of the reward within groups over training, running mean of 5 steps (figure 3 of the paper)",
-            _deviation(arms),
+            "Deviation of the reward within groups over training, running mean of 5 steps (figure 3 of the paper). "
+            f"{_seeds(deviation)}",
+            _deviation(deviation),
         ),
         (
             "gamma",
@@ -42,36 +46,51 @@ def all_figures(arms: dict[str, list[Row]]) -> list[tuple[str, str, str]]:
     ]
 
 
+def same_seeds(arms: Arms, names: Sequence[str], anchors: Sequence[str]) -> Arms:
+    """Those of `names` that have every seed which the `anchors` share, with those seeds alone.
+
+    Start policies of different seeds differ, so that means over different seeds do not compare. Where the anchors
+    share no seed, every arm has its own.
+    """
+    found = {name: arms[name] for name in names if name in arms}
+    of_anchors = [{r["seed"] for r in found[name]} for name in anchors if name in found]
+    if not of_anchors or not (shared := set.intersection(*of_anchors)):
+        return found
+    kept = {name: [r for r in rows if r["seed"] in shared] for name, rows in found.items()}
+    return {name: rows for name, rows in kept.items() if len(rows) == len(shared)}
+
+
+def _seeds(arms: Arms) -> str:
+    """Which seeds the curves are means over."""
+    of_arm = {name: ", ".join(str(r["seed"]) for r in rows) for name, rows in arms.items()}
+    if len(set(of_arm.values())) == 1:
+        return f"Seeds {next(iter(of_arm.values()))}"
+    return "Seeds: " + "; ".join(f"{name} {seeds}" for name, seeds in of_arm.items())
+
+
 def standalone(svg: str) -> str:
     """An SVG file: with its name space, a size and a white ground."""
     attributes = 'xmlns="http://www.w3.org/2000/svg" width="690" style="background:#fff;font-family:sans-serif"'
     return svg.replace("<svg ", f"<svg {attributes} ", 1) + "\n"
 
 
-def _success(arms: dict[str, list[Row]], axis: str, title: str) -> str:
+def _success(arms: Arms, axis: str, title: str) -> str:
     lines = [
-        charts.Series(_with_seeds(name, arms[name]), points, ARMS[name].color)
-        for name in _CURVES
-        if name in arms and (points := stats.curve(arms[name], axis))
+        charts.Series(name, points, ARMS[name].color) for name in arms if (points := stats.curve(arms[name], axis))
     ]
     return charts.line_chart(lines, title, "success")
 
 
-def _with_seeds(name: str, records: Sequence[Row]) -> str:
-    """A curve is a mean: over how many seeds."""
-    return f"{name} ({len(records)} seed{'s' if len(records) > 1 else ''})"
-
-
-def _deviation(arms: dict[str, list[Row]]) -> str:
+def _deviation(arms: Arms) -> str:
     lines = [
-        charts.Series(_with_seeds(name, arms[name]), stats.smooth(points, 5), ARMS[name].color)
-        for name in _TRAINED
-        if name in arms and (points := stats.by_step(arms[name], "group_std"))
+        charts.Series(name, stats.smooth(points, 5), ARMS[name].color)
+        for name in arms
+        if (points := stats.by_step(arms[name], "group_std"))
     ]
     return charts.line_chart(lines, "step", "std of the reward in a group")
 
 
-def _gamma(arms: dict[str, list[Row]]) -> str:
+def _gamma(arms: Arms) -> str:
     counts: Counter[str] = Counter()
     for record in _one_a_seed([r for name, rows in arms.items() if not ARMS[name].own_profile for r in rows]):
         counts.update(record["profile"]["right_of_scored"])

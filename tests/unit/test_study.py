@@ -12,6 +12,7 @@ import pytest
 
 from experiments import aggregate as stats
 from experiments.arms import ARMS, MAIN, SWEEPS, chosen
+from experiments.figures import same_seeds
 from experiments.plan import Study
 from experiments.record import matched_kl
 from experiments.results import main, read_records, write_results
@@ -215,12 +216,25 @@ def test_the_page_has_every_arm_figure_and_record(study: Study, tmp_path: Path):
         svg = (study.records / f"study_outfitters-{name}.svg").read_text()
         assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
         assert f"(records/study_outfitters-{name}.svg)" in text
+    assert "(figure 1 of the paper). Seeds 0, 1." in text
     # Both curves are the same but for rollouts: 64 a step after a profile of 32, against 320 a step.
     assert "| 60.0 % |" not in text.split("### While training")[0]
     assert "| PivotRL (adv, functional) | 0, 1 | 20.0 % | 60.0 % | 60.0 % | 4, 4 |" in text
     assert "| 288 | 1280 | 4.4 |" in text
     again = write_results(study.records, page)
     assert again == text
+
+
+def test_curves_are_means_over_the_same_seeds() -> None:
+    def arm(*seeds: int) -> list[dict[str, Any]]:
+        return [{"seed": seed} for seed in seeds]
+
+    arms = {"adv": arm(0, 1, 2), "e2e": arm(1, 2, 3), "cand": arm(0, 1, 2), "mixed": arm(1), "sft": arm(1, 2)}
+    names = ("adv", "cand", "mixed", "e2e")
+    assert same_seeds(arms, names, ("adv", "e2e")) == {"adv": arm(1, 2), "cand": arm(1, 2), "e2e": arm(1, 2)}
+    assert same_seeds(arms, names, ("dapo",)) == {name: arms[name] for name in names}
+    apart = {"adv": arm(0), "e2e": arm(1)}
+    assert same_seeds(apart, names, ("adv", "e2e")) == apart
 
 
 def test_a_sweep_stands_beside_what_it_changes(study: Study, tmp_path: Path):
